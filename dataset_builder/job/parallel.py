@@ -1,0 +1,68 @@
+"""How a job is laid out over ranks: the sizes of the parallel axes, the pipeline schedule, sharding and recompute."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from dataset_builder.job.values import Count, CountOrZero, Frozen
+
+Sharding = Literal["none", "zero1", "zero2", "zero3", "hsdp"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "dualpipe"]
+
+
+class Overlap(Frozen):
+    """Which communication runs beside compute."""
+
+    grad_reduce: bool = True
+    param_gather: bool = True
+    tensor: bool = False
+    pipeline: bool = True
+
+
+class Recompute(Frozen):
+    """Activation recomputation: ``none``, ``selective`` (core attention), ``full``, or the first n layers of a stage."""
+
+    mode: Literal["none", "selective", "full"] = "none"
+    full_layers: CountOrZero | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, data: Any) -> Any:
+        if isinstance(data, str):
+            return {"mode": data}
+        if isinstance(data, dict) and "mode" not in data and "full_layers" in data:
+            return {"mode": "full", **data}
+        return data
+
+
+class ParallelPlan(Frozen):
+    """Sizes of the parallel axes; ``None`` means derived from the cluster or the framework's default."""
+
+    tensor: Count = 1
+    pipeline: Count = 1
+    context: Count = 1
+    expert: Count = 1
+    expert_tensor: Count = 1
+    data: Count | None = None
+    virtual_pipeline: Count = 1
+    schedule: Schedule | None = None
+    layers_per_stage: tuple[CountOrZero, ...] | None = None
+    sequence_parallel: bool | None = None
+    sharding: Sharding | None = None
+    shard_size: Count | None = None
+    overlap: Overlap = Overlap()
+    recompute: Recompute | None = Field(default=None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fsdp_is_zero3(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("sharding") == "fsdp":
+            return {**data, "sharding": "zero3"}
+        return data
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor * self.pipeline * self.context

@@ -1,0 +1,31 @@
+"""Field types shared by every part of a job: counts written as ``4096``, ``"4096"`` or ``1e12``, and frozen models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _whole_number(value: Any) -> Any:
+    """Reads ``"4096"``, ``"1e12"`` and ``4096.0`` as integers; leaves everything else to pydantic."""
+    if isinstance(value, bool):
+        raise ValueError("expected a whole number, not true or false")
+    if isinstance(value, str):
+        try:
+            value = float(value) if not value.strip().isdigit() else int(value)
+        except ValueError:
+            raise ValueError("expected a whole number such as 4096, '4096' or 1e12") from None
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
+        return int(value)
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_whole_number), Field(ge=1, le=2**62)]
+CountOrZero = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, le=2**62)]
+
+
+class Frozen(BaseModel):
+    """An immutable value; unknown keys are errors, so that a misspelt key is never ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=())
