@@ -1,0 +1,49 @@
+"""Predicts the iteration time of distributed transformer training from a job file, whatever its precision mix.
+
+The names below load on first use, so that importing the package costs neither torch nor pydantic.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dataset_builder.job.errors import CannotRunError, JobError
+    from dataset_builder.job.schema import TrainingJob
+    from gnn_predictor.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+    from gnn_predictor.predict import Prediction, predict
+
+__version__ = "0.1.0"
+__all__ = [
+    "CannotRunError",
+    "Checkpoint",
+    "CheckpointError",
+    "JobError",
+    "Prediction",
+    "TrainingJob",
+    "__version__",
+    "load_checkpoint",
+    "predict",
+]
+
+_HOME = {
+    "CannotRunError": "dataset_builder.job.errors",
+    "Checkpoint": "gnn_predictor.checkpoint",
+    "CheckpointError": "gnn_predictor.checkpoint",
+    "JobError": "dataset_builder.job.errors",
+    "Prediction": "gnn_predictor.predict",
+    "TrainingJob": "dataset_builder.job.schema",
+    "load_checkpoint": "gnn_predictor.checkpoint",
+    "predict": "gnn_predictor.predict",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
