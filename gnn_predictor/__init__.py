@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dataset_builder.job.errors import CannotRunError, JobError
     from dataset_builder.job.schema import TrainingJob
     from gnn_predictor.checkpoint import Checkpoint, CheckpointError, load_checkpoint
-    from gnn_predictor.predict import Prediction, predict
+    from gnn_predictor.prediction import Prediction, predict
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,10 +32,10 @@ _HOME = {
     "Checkpoint": "gnn_predictor.checkpoint",
     "CheckpointError": "gnn_predictor.checkpoint",
     "JobError": "dataset_builder.job.errors",
-    "Prediction": "gnn_predictor.predict",
+    "Prediction": "gnn_predictor.prediction",
     "TrainingJob": "dataset_builder.job.schema",
     "load_checkpoint": "gnn_predictor.checkpoint",
-    "predict": "gnn_predictor.predict",
+    "predict": "gnn_predictor.prediction",
 }
 
 

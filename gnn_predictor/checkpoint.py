@@ -1,0 +1,214 @@
+"""A trained predictor on disk: weights, what they need to be used rightly, what they were measured to do, and a card.
+
+A checkpoint is a directory of four files: ``model.safetensors`` (tensors only, nothing is ever unpickled),
+``config.json`` (:class:`CheckpointConfig`), ``metrics.json`` (the figures of its evaluation) and ``README.md`` (the
+model card). It fits this package when its format version and the hash of its input features are the package's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import safetensors
+import safetensors.torch
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gnn_predictor.features import FEATURE_HASH
+
+FORMAT_VERSION = 1
+MODEL_FILE, CONFIG_FILE, METRICS_FILE, CARD_FILE = "model.safetensors", "config.json", "metrics.json", "README.md"
+_MOST_BYTES = {MODEL_FILE: 256 * 2**20, CONFIG_FILE: 4 * 2**20, METRICS_FILE: 16 * 2**20, CARD_FILE: 2**20}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, broken or made for another version of this package."""
+
+    exit_code = 3
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Interval(_Value):
+    """Split-conformal bounds of log(measured / predicted): a share ``level`` of runs lies between them.
+
+    Outside the training domain both bounds are ``out_of_domain_factor`` times as far away.
+    """
+
+    level: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    log_low: Annotated[float, Field(le=0)] = -0.25
+    log_high: Annotated[float, Field(ge=0)] = 0.25
+    out_of_domain_factor: Annotated[float, Field(ge=1)] = 2.0
+
+
+class Domain(_Value):
+    """What the training runs covered: names seen, and the range of each size (lowest, highest)."""
+
+    gpus: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+    ranges: dict[str, tuple[float, float]] = {}
+
+
+class CheckpointConfig(_Value):
+    """``config.json``: identity, compatibility, and every number the weights need beside themselves."""
+
+    format_version: int = FORMAT_VERSION
+    feature_hash: str
+    corpus_hash: str
+    name: str
+    network: dict[str, Any]
+    interval: Interval = Interval()
+    domain: Domain = Domain()
+    training: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint in memory; ``tensors`` is the network's state dictionary."""
+
+    config: CheckpointConfig
+    tensors: Mapping[str, torch.Tensor]
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+
+
+def released_checkpoint() -> Path:
+    """The directory of the released predictor, in a checkout, an editable install or a wheel alike."""
+    package = Path(__file__).resolve().parent
+    installed = package / "checkpoints"
+    return installed if installed.is_dir() else package.parent / "checkpoints"
+
+
+def load_checkpoint(path: str | os.PathLike[str] | None = None) -> Checkpoint:
+    """Reads a checkpoint directory (default: the released one); one that has not changed is read once.
+
+    Raises CheckpointError (exit code 3), which names the file and what is wrong with it.
+    """
+    directory = released_checkpoint() if path is None else Path(path).expanduser()
+    if not directory.is_dir():
+        what = "no such directory" if not directory.exists() else "not a directory"
+        raise CheckpointError(f"checkpoint {directory}: {what}; expected one with {CONFIG_FILE} and {MODEL_FILE}")
+    return _load(directory.resolve(), tuple(_stamp(directory, name) for name in (CONFIG_FILE, MODEL_FILE, METRICS_FILE)))
+
+
+@functools.lru_cache(maxsize=8)
+def _load(directory: Path, stamps: tuple[int | None, ...]) -> Checkpoint:
+    del stamps  # part of the cache's key only: a checkpoint written anew is read anew
+    config = _read_config(directory)
+    return Checkpoint(config, _read_tensors(directory), _read_metrics(directory), directory)
+
+
+def save_checkpoint(path: str | os.PathLike[str], checkpoint: Checkpoint, card: str) -> Path:
+    """Writes a checkpoint so that ``path`` holds either all of it or what was there before.
+
+    Raises CheckpointError when a weight is not finite: such a network predicts nothing.
+    """
+    target = Path(path)
+    broken = _not_finite(checkpoint.tensors)
+    if broken:
+        raise CheckpointError(f"checkpoint {target}: not saved, values that are not finite in {', '.join(broken)}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        new = scratch / "new"
+        new.mkdir()
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in checkpoint.tensors.items()}
+        safetensors.torch.save_file(tensors, new / MODEL_FILE)
+        (new / CONFIG_FILE).write_text(checkpoint.config.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        metrics = json.dumps(dict(checkpoint.metrics), indent=1, allow_nan=False)
+        (new / METRICS_FILE).write_text(metrics + "\n", encoding="utf-8")
+        (new / CARD_FILE).write_text(card, encoding="utf-8")
+        if target.exists():
+            target.rename(scratch / "old")
+        new.rename(target)
+    except BaseException:
+        if (scratch / "old").exists() and not target.exists():
+            (scratch / "old").rename(target)
+        raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    return [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+
+
+def _stamp(directory: Path, name: str) -> int | None:
+    try:
+        return (directory / name).stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _read_bytes(directory: Path, name: str) -> bytes:
+    file = directory / name
+    try:
+        size = file.stat().st_size
+        if size > _MOST_BYTES[name]:
+            raise CheckpointError(f"checkpoint {file}: {size} bytes, more than the {_MOST_BYTES[name]} it may have")
+        return file.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"checkpoint {file}: no such file") from None
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {file}: {error.strerror or error}") from None
+
+
+def _read_json(directory: Path, name: str) -> Any:
+    try:
+        return json.loads(_read_bytes(directory, name))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"checkpoint {directory / name}: not JSON ({error})") from None
+
+
+def _read_config(directory: Path) -> CheckpointConfig:
+    file = directory / CONFIG_FILE
+    data = _read_json(directory, CONFIG_FILE)
+    # The version is looked at first: a later format may well have other fields.
+    version = data.get("format_version") if isinstance(data, dict) else None
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"checkpoint {file}: format_version: {version!r}, this package reads {FORMAT_VERSION}")
+    try:
+        config = CheckpointConfig.model_validate(data)
+    except ValidationError as error:
+        reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
+        raise CheckpointError(f"checkpoint {file}: {reasons}") from None
+    if config.feature_hash != FEATURE_HASH:
+        raise CheckpointError(
+            f"checkpoint {file}: feature_hash: {config.feature_hash!r}, but this package computes the features "
+            f"{FEATURE_HASH!r}; use the package version it was trained with, or train it again"
+        )
+    return config
+
+
+def _read_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    content = _read_bytes(directory, MODEL_FILE)
+    try:
+        tensors: dict[str, torch.Tensor] = safetensors.torch.load(content)
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError(f"checkpoint {directory / MODEL_FILE}: not a safetensors file ({error})") from None
+    if not tensors:
+        raise CheckpointError(f"checkpoint {directory / MODEL_FILE}: holds no tensors")
+    broken = _not_finite(tensors)
+    if broken:
+        raise CheckpointError(f"checkpoint {directory / MODEL_FILE}: values that are not finite in {', '.join(broken)}")
+    return tensors
+
+
+def _read_metrics(directory: Path) -> dict[str, Any]:
+    if not (directory / METRICS_FILE).exists():
+        return {}  # a checkpoint that was never evaluated still predicts
+    metrics = _read_json(directory, METRICS_FILE)
+    if not isinstance(metrics, dict):
+        raise CheckpointError(f"checkpoint {directory / METRICS_FILE}: expected a JSON object")
+    return metrics

@@ -1,0 +1,149 @@
+"""Peak memory of one rank of a pipeline stage, in bytes: model states, activations and what the runtime keeps.
+
+Model states follow ZeRO (arXiv 1910.02054, section 3.1 and 5): with fp16 weights and gradients and fp32 master weights
+and Adam states, 16 bytes a parameter, of which ZeRO-1 shards the optimizer's 12, ZeRO-2 also the gradients' 2 and
+ZeRO-3 all. Activations are what autograd saves for one microbatch times the microbatches a stage holds at its peak
+(Megatron-LM's schedules, arXiv 2104.04473). Everything is plain floats: this must cost nothing beside a prediction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dataset_builder.job.precision import BYTES_PER_ELEMENT
+
+if TYPE_CHECKING:
+    from dataset_builder.job.precision import PrecisionPolicy
+    from dataset_builder.job.schema import TrainingJob
+    from dataset_builder.tracing.graph import StageFacts
+    from dataset_builder.tracing.layout import RankLayout
+
+# Values an optimizer keeps per parameter beside the master weight. Adafactor's factored moments are rows and columns.
+STATES_PER_PARAMETER = {
+    "adam": 2.0, "adamw": 2.0, "lamb": 2.0, "lion": 1.0, "sgd": 1.0, "muon": 1.0, "adafactor": 0.0, "none": 0.0,
+}  # fmt: skip
+# CUDA context with its loaded kernels (about 0.5 GB) and the buffers of a few NCCL communicators: on the device, but
+# in no allocator's own figures.
+RUNTIME_BYTES = 1.0e9
+# cuBLAS workspace of Hopper (32 MiB) and the smaller ones of earlier devices, and the allocator's rounding.
+WORKSPACE_BYTES = 64.0 * 2**20
+# Layers whose full weights are on the device at once under ZeRO-3: the one that runs and the one gathered ahead.
+GATHERED_LAYERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes on one rank of a stage at its peak. ``runtime`` is on the device but outside the framework's allocator."""
+
+    params: float
+    grads: float
+    optimizer: float
+    activations: float
+    buffers: float
+    runtime: float = RUNTIME_BYTES
+
+    @property
+    def other(self) -> float:
+        """Logits, gathered weights, fp8 copies, workspaces, and the runtime itself."""
+        return self.buffers + self.runtime
+
+    @property
+    def model_states(self) -> float:
+        return self.params + self.grads + self.optimizer
+
+    @property
+    def allocated(self) -> float:
+        """What the framework's allocator reports at its peak (torch.cuda.max_memory_allocated)."""
+        return self.model_states + self.activations + self.buffers
+
+    @property
+    def total(self) -> float:
+        return self.allocated + self.runtime
+
+
+def stage_memory(stage: StageFacts, job: TrainingJob, layout: RankLayout) -> StageMemory:
+    """Peak memory of one rank of ``stage``; ``job`` is a resolved job."""
+    dense = float(stage.num_parameters - stage.num_expert_parameters)
+    experts = float(stage.num_expert_parameters)
+    expert_ranks = expert_shard_size(job, layout)
+    states = [
+        a + b
+        for a, b in zip(
+            model_states(dense, job, layout.shard_size), model_states(experts, job, expert_ranks), strict=True
+        )
+    ]
+    held = microbatches_in_flight(stage.stage, job, layout.num_microbatches)
+    activations = held * stage.saved_activation_bytes + stage.recompute_peak_bytes
+    buffers = (
+        WORKSPACE_BYTES
+        + stage.logits_bytes
+        + _gathered_bytes(stage, job, layout.shard_size)
+        + _fp8_copy_bytes(stage, job.precision)
+    )
+    return StageMemory(*states, activations=activations, buffers=buffers)
+
+
+def model_states(num_parameters: float, job: TrainingJob, shard_size: int) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimizer (master weights and states) of one rank of ``shard_size``."""
+    policy, sharding = job.precision, job.parallel.sharding or "none"
+    params = num_parameters * _bytes(policy.params)
+    grads = num_parameters * _bytes(policy.grad_accum)
+    master = 0.0 if policy.main_params in (None, "none") else _bytes(policy.main_params)
+    state = STATES_PER_PARAMETER[job.optimizer.name] * _bytes(policy.optimizer_state)
+    optimizer = num_parameters * ((master if job.optimizer.name != "none" else 0.0) + state)
+    if sharding != "none":
+        optimizer /= shard_size
+    if sharding in ("zero2", "zero3", "hsdp"):
+        grads /= shard_size
+    if sharding in ("zero3", "hsdp"):
+        params /= shard_size
+    return params, grads, optimizer
+
+
+def expert_shard_size(job: TrainingJob, layout: RankLayout) -> int:
+    """Ranks that share the states of one expert: a stage's ranks divided by those that split its experts."""
+    if layout.shard_size <= 1:
+        return 1
+    ranks = layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor)
+    return max(1, min(ranks, layout.shard_size) if job.parallel.sharding == "hsdp" else ranks)
+
+
+def microbatches_in_flight(stage: int, job: TrainingJob, num_microbatches: int) -> float:
+    """Microbatches (of the whole stage) whose activations a stage holds at its peak.
+
+    1F1B: the stages after it and itself. Interleaved: Megatron's warm-up of ``2 (p - s - 1) + (v - 1) p`` chunks and
+    the one that runs, each a v-th of the stage. GPipe: all. Zero-bubble ZB-H1 holds as much as 1F1B (arXiv
+    2401.10241); DualPipe one more than there are stages (arXiv 2412.19437, table 2).
+    """
+    pipeline, chunks = job.parallel.pipeline, job.parallel.virtual_pipeline
+    schedule = job.parallel.schedule or "1f1b"
+    if schedule == "gpipe":
+        return float(num_microbatches)
+    if schedule == "dualpipe":
+        return float(min(num_microbatches, pipeline + 1))
+    if chunks > 1 and pipeline > 1:
+        warm_up = 2 * (pipeline - stage - 1) + (chunks - 1) * pipeline
+        return min(num_microbatches * chunks, warm_up + 1) / chunks
+    return float(min(num_microbatches, pipeline - stage))
+
+
+def _gathered_bytes(stage: StageFacts, job: TrainingJob, shard_size: int) -> float:
+    """Full weights of the layers at work and the gradients of one before they are scattered, under ZeRO-3."""
+    if job.parallel.sharding not in ("zero3", "hsdp") or shard_size <= 1:
+        return 0.0
+    layer = stage.num_parameters / max(1, len(stage.layers))
+    gather, reduce = _bytes(job.precision.param_gather), _bytes(job.precision.grad_reduce)
+    return layer * (min(GATHERED_LAYERS, max(1, len(stage.layers))) * gather + reduce)
+
+
+def _fp8_copy_bytes(stage: StageFacts, policy: PrecisionPolicy) -> float:
+    """The quantised weight and its transpose, kept for the microbatches of one iteration."""
+    if policy.linear == "same":
+        return 0.0
+    per_element = BYTES_PER_ELEMENT.get(policy.linear, BYTES_PER_ELEMENT["fp8_e4m3"])
+    return 2.0 * per_element * stage.num_parameters if stage.layers else 0.0
+
+
+def _bytes(name: str | None) -> float:
+    return BYTES_PER_ELEMENT["fp8_e4m3" if name == "fp8" else name or "fp32"]
