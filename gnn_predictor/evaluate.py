@@ -1,0 +1,269 @@
+"""Judges a checkpoint on measured runs: ``python -m gnn_predictor.evaluate runs=RUNS.csv checkpoint=DIR output=DIR``.
+
+In: any runs.csv of the measurement schema. Out, in ``output``: predictions.csv (one line a row of the file, seconds and
+GB of 1e9 bytes) and metrics.json (:func:`gnn_predictor.metrics.evaluation_metrics`, errors in percent), each written
+whole or not at all. A row without a job is skipped with the reason; every other row is answered.
+Exit codes: 0; 2 bad usage or a file that can't be read (names file and column); 3 checkpoint missing or incompatible.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from dataset_builder.corpus.measurements import RunMeasurement, read_runs
+from dataset_builder.job.errors import JobError
+from dataset_builder.job.schema import TrainingJob
+from dataset_builder.tracing.layout import rank_layout
+from dataset_builder.tracing.trace import build_graph
+from gnn_predictor.baselines import (
+    BASELINES,
+    analytic_features,
+    held_out_predictions,
+    job_key,
+    pair_group,
+    read_reference,
+)
+from gnn_predictor.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from gnn_predictor.metrics import BASELINE_PREFIX, evaluation_metrics
+from gnn_predictor.predict import Prediction, predict
+
+COLUMNS = (
+    "run_id", "iter_time_s", "predicted_iter_time_s", "predicted_low_s", "predicted_high_s", "peak_mem_gb",
+    "predicted_peak_mem_gb", "in_domain", "status", "reason",
+)  # fmt: skip
+NUMBERS = COLUMNS[1:7]
+BATCH = 64  # jobs predicted at once
+USAGE = "usage: python -m gnn_predictor.evaluate runs=RUNS.csv output=DIR [checkpoint=DIR] [baselines=false]"
+
+PredictJobs = Callable[[Sequence[TrainingJob]], Sequence[Prediction]]
+
+
+class UsageError(ValueError):
+    """Arguments that are missing or unknown."""
+
+    exit_code = 2
+
+
+def evaluate(
+    runs: Path, output: Path, checkpoint: Checkpoint, *, baselines: bool = True, predict_jobs: PredictJobs | None = None
+) -> dict[str, Any]:
+    """Predicts every row of ``runs``, writes the two files and returns the content of metrics.json.
+
+    ``predict_jobs`` stands in for the checkpoint's network. Raises JobError, naming file and column, for a file that
+    can't be read.
+    """
+    measurements = read_runs(runs)
+    table = predictions_table(measurements, predict_jobs or _predictor(checkpoint))
+    reference = read_reference(checkpoint.path) if checkpoint.path else None
+    if baselines and reference is not None:
+        table = table.join(baseline_columns(measurements, reference))
+    metrics = evaluation_metrics(table)
+    metrics["checkpoint"] = {"name": checkpoint.config.name, "corpus": checkpoint.config.corpus_hash}
+    metrics["overlap_with_training"] = training_overlap(table, reference)
+    metrics["notes"] = _notes(metrics, baselines)
+    output.mkdir(parents=True, exist_ok=True)
+    _write_whole(output / "predictions.csv", table[list(COLUMNS)].to_csv(index=False))
+    _write_whole(output / "metrics.json", json.dumps(metrics, indent=1, allow_nan=False) + "\n")
+    return metrics
+
+
+def predictions_table(measurements: Sequence[RunMeasurement], predict_jobs: PredictJobs) -> pd.DataFrame:
+    """One line a measurement: the columns of predictions.csv and the facts by which the figures are broken down."""
+    facts = pd.DataFrame([_facts(run) for run in measurements], columns=list(_FACTS))
+    possible = [index for index, run in enumerate(measurements) if run.job is not None]
+    answers = pd.DataFrame(
+        [{"status": "skipped", "reason": run.reason or "no job can be built from this row"} for run in measurements],
+        columns=["predicted_iter_time_s", "predicted_low_s", "predicted_high_s", "predicted_peak_mem_gb", "in_domain",
+                 "status", "reason"],
+        dtype=object,
+    )  # fmt: skip
+    for start in range(0, len(possible), BATCH):
+        chosen = possible[start : start + BATCH]
+        jobs = [job for index in chosen if (job := measurements[index].job) is not None]
+        for index, answer in zip(chosen, _answers(jobs, predict_jobs), strict=True):
+            for column, value in answer.items():
+                answers.at[index, column] = value
+        print(f"\rpredicted {start + len(chosen)} of {len(possible)} rows", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    table = facts.join(answers)
+    table["in_domain"] = table["in_domain"].map(lambda value: bool(value) if value in (True, False) else False)
+    return table.astype(dict.fromkeys(NUMBERS, float))
+
+
+def baseline_columns(measurements: Sequence[RunMeasurement], reference: pd.DataFrame) -> pd.DataFrame:
+    """Columns ``baseline_<name>_s`` for every measurement, from fits that saw no group of the row they predict."""
+    lines: dict[int, dict[str, float | str]] = {}
+    for index, run in enumerate(measurements):
+        if run.job is None:
+            continue
+        job = run.job.resolved()
+        try:
+            lines[index] = {**_keys(run), **analytic_features(job, build_graph(job), rank_layout(job))}
+        except JobError:
+            continue  # the layout can't run: the network may still give a number, a baseline doesn't
+    columns = [f"{BASELINE_PREFIX}{name}_s" for name in BASELINES]
+    everything = pd.DataFrame(np.nan, index=range(len(measurements)), columns=columns)
+    if lines:
+        predicted = held_out_predictions(reference, pd.DataFrame.from_dict(lines, orient="index"))
+        everything.loc[predicted.index, columns] = predicted.to_numpy(float)
+    return everything
+
+
+def training_overlap(table: pd.DataFrame, reference: pd.DataFrame | None) -> dict[str, Any]:
+    """How many answered rows the checkpoint was trained on, by run, by group and by :func:`job_key`."""
+    if reference is None:
+        return {"known": False, "rows": None, "by_run_id": None, "by_job_group": None, "by_job": None}
+    answered = table[table["status"] == "ok"]
+    by_run = answered["run_id"].isin(set(reference["run_id"]))
+    by_group = answered["job_group"].isin(set(reference["job_group"]))
+    by_job = answered["job_key"].isin(set(reference["job_key"]))
+    return {
+        "known": True,
+        "rows": int((by_run | by_group | by_job).sum()),
+        "by_run_id": int(by_run.sum()),
+        "by_job_group": int(by_group.sum()),
+        "by_job": int(by_job.sum()),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    overrides = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(overrides):
+        print(USAGE)
+        return 0
+    try:
+        config = _configuration(overrides)
+        checkpoint = load_checkpoint(config["checkpoint"])
+        output = Path(config["output"])
+        metrics = evaluate(Path(config["runs"]), output, checkpoint, baselines=bool(config["baselines"]))
+    except (UsageError, CheckpointError, JobError) as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(summary(metrics, output))
+    return 0
+
+
+def summary(metrics: dict[str, Any], output: Path) -> str:
+    """The figures of metrics.json that matter most, a line for each predictor."""
+    lines = [
+        f"{metrics['count']} rows answered, {metrics['skipped']} skipped; written to {output}",
+        f"{'':10} {'MAPE':>8} {'median':>8} {'signed':>8} {'by source':>10}",
+    ]
+    for name, figures in {"predictor": metrics, **metrics["baselines"]}.items():
+        values = [figures["mape_percent"], figures["median_ape_percent"], figures["signed_mean_percent"]]
+        cells = " ".join(f"{_percent(value):>8}" for value in values)
+        lines.append(f"{name:10} {cells} {_percent(figures['macro_mape_by_source_percent']):>10}")
+    return "\n".join([*lines, *metrics["notes"]])
+
+
+def _configuration(overrides: list[str]) -> dict[str, Any]:
+    """The composed configuration; raises UsageError for an unknown key or a missing value."""
+    package = Path(__file__).resolve().parent
+    conf = package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
+    try:
+        with initialize_config_dir(str(conf), version_base="1.3"):
+            config = compose("evaluate", overrides=overrides)
+        return {key: config[key] for key in ("runs", "output", "checkpoint", "baselines")}
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UsageError(f"{str(error).splitlines()[0]}\n{USAGE}") from None
+
+
+def _predictor(checkpoint: Checkpoint) -> PredictJobs:
+    return lambda jobs: predict(list(jobs), checkpoint=checkpoint, force=True)
+
+
+def _answers(jobs: list[TrainingJob], predict_jobs: PredictJobs) -> Iterator[dict[str, Any]]:
+    """What predictions.csv says of each job; one that can't be predicted doesn't spoil its batch."""
+    try:
+        answers = [_answer(prediction) for prediction in predict_jobs(jobs)]
+    except JobError as error:
+        if len(jobs) == 1:
+            yield {"status": "skipped", "reason": "; ".join(error.reasons)}
+            return
+        for job in jobs:
+            yield from _answers([job], predict_jobs)
+        return
+    yield from answers
+
+
+def _answer(prediction: Prediction) -> dict[str, Any]:
+    if not math.isfinite(prediction.iteration_time_s):
+        return {"status": "skipped", "reason": "the predicted time is not finite"}
+    return {
+        "predicted_iter_time_s": prediction.iteration_time_s,
+        "predicted_low_s": prediction.iteration_time_low_s,
+        "predicted_high_s": prediction.iteration_time_high_s,
+        "predicted_peak_mem_gb": max(stage.peak_memory_bytes for stage in prediction.stages) / 1e9,
+        "in_domain": prediction.in_domain,
+        "status": "ok",
+        "reason": "",
+    }
+
+
+_FACTS = (
+    "run_id", "source_id", "job_group", "job_key", "pair_group", "gpu", "precision", "architecture", "iter_time_s",
+    "peak_mem_gb",
+)  # fmt: skip
+
+
+def _facts(run: RunMeasurement) -> dict[str, Any]:
+    peak_mem_gb = math.nan if run.peak_mem_gb is None else run.peak_mem_gb
+    # Another source's run of the same job differs in more than precision: its cluster and software are not the same.
+    pair = f"{run.source_id}/{pair_group(run.job)}" if run.job else ""
+    facts = {"gpu": run.gpu, "precision": run.precision, "architecture": run.architecture, "pair_group": pair}
+    return {**_keys(run), **facts, "iter_time_s": run.iter_time_s, "peak_mem_gb": peak_mem_gb}
+
+
+def _keys(run: RunMeasurement) -> dict[str, str]:
+    key = job_key(run.job) if run.job else f"no job: {run.run_id}"
+    return {"run_id": run.run_id, "source_id": run.source_id, "job_group": run.job_group, "job_key": key}
+
+
+def _notes(metrics: dict[str, Any], baselines: bool) -> list[str]:
+    notes = []
+    overlap = metrics["overlap_with_training"]
+    if overlap["rows"]:
+        notes.append(
+            f"{overlap['rows']} of the {metrics['count']} answered rows belong to jobs the checkpoint was trained on: "
+            "these figures are not held out; the checkpoint's own metrics.json has the cross-validated ones"
+        )
+    if not overlap["known"]:
+        notes.append("the checkpoint carries no reference table: no baselines, and overlap with training is unknown")
+    elif not baselines:
+        notes.append("baselines were not asked for")
+    return notes
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}%"
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Writes all of a file or none of it."""
+    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+        os.chmod(scratch, 0o644)  # mkstemp's files are private; a result is to be read
+        os.replace(scratch, path)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""The evaluate command: what it writes, what it skips, and how it fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from dataset_builder.corpus.measurements import read_runs
+from dataset_builder.job.errors import JobError
+from dataset_builder.job.schema import TrainingJob
+from dataset_builder.tracing.layout import rank_layout
+from dataset_builder.tracing.trace import build_graph
+from gnn_predictor import baselines
+from gnn_predictor import evaluate as command
+from gnn_predictor.checkpoint import Checkpoint, CheckpointConfig
+
+ROW: dict[str, Any] = {
+    "run_id": "r0", "source_id": "lab", "framework": "megatron-lm", "gpu": "A100-SXM4-80GB", "num_gpus": 8,
+    "gpus_per_node": 8, "model_name": "a small GPT", "arch": "gpt", "layers": 4, "hidden": 1024, "ffn_hidden": 4096,
+    "heads": 16, "kv_heads": 16, "head_dim": 64, "vocab": 50304, "seq_len": 1024, "tp": 1, "pp": 1, "dp": 8, "cp": 1,
+    "vpp": 1, "micro_batch": 2, "global_batch": 32, "precision": "bf16_mixed", "act_ckpt": "none",
+    "optimizer": "adam", "iter_time_s": 0.2, "peak_mem_gb": 8.0, "job_group": "g0", "source_date": "2024-05",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Stage:
+    peak_memory_bytes: float = 9e9
+
+
+@dataclass(frozen=True)
+class _Prediction:
+    """What evaluate reads of a Prediction: 0.1 s in bf16, 0.05 s in other formats."""
+
+    iteration_time_s: float
+    in_domain: bool = True
+    stages: tuple[_Stage, ...] = (_Stage(1e9), _Stage())
+
+    @property
+    def iteration_time_low_s(self) -> float:
+        return 0.5 * self.iteration_time_s
+
+    @property
+    def iteration_time_high_s(self) -> float:
+        return 3.0 * self.iteration_time_s
+
+
+def _predict(jobs: Sequence[TrainingJob]) -> list[Any]:
+    if any(job.batch.seq_length == 4096 for job in jobs):
+        raise JobError(["4096 is refused"])
+    return [_Prediction(0.1 if job.precision.label == "bf16_mixed" else 0.05) for job in jobs]
+
+
+def _csv(path: Path, *changes: dict[str, Any]) -> Path:
+    rows = [{**ROW, "run_id": f"r{index}", **change} for index, change in enumerate(changes)]
+    pd.DataFrame(rows).to_csv(path, index=False)
+    return path
+
+
+def _checkpoint(path: Path | None = None) -> Checkpoint:
+    config = CheckpointConfig(feature_hash="x", corpus_hash="c", name="fake", network={})
+    return Checkpoint(config, {}, {}, path)
+
+
+def _reference(directory: Path, runs: Path) -> None:
+    """A reference table in which the first row of ``runs`` and many foreign ones take three times the roofline."""
+    first = read_runs(runs)[0]
+    assert first.job is not None
+    job = first.job.resolved()
+    features = baselines.analytic_features(job, build_graph(job), rank_layout(job))
+    seconds = 3.0 * float(features["roofline_s"])
+    known = {"run_id": "r0", "source_id": "lab", "job_group": "g0", "job_key": baselines.job_key(job)}
+    foreign = [{"run_id": f"f{n}", "source_id": "f", "job_group": f"f{n}", "job_key": f"f{n}"} for n in range(30)]
+    baselines.write_reference(
+        [baselines.reference_row(keys, features, seconds) for keys in [known, *foreign]], directory
+    )
+
+
+def test_writes_every_row_with_the_contracts_columns(tmp_path: Path) -> None:
+    runs = _csv(tmp_path / "runs.csv", {}, {"precision": "fp32", "iter_time_s": 0.4}, {"hidden": None})
+    metrics = command.evaluate(runs, tmp_path / "out", _checkpoint(), predict_jobs=_predict)
+    table = pd.read_csv(tmp_path / "out" / "predictions.csv", keep_default_na=False)
+    assert list(table.columns) == [
+        "run_id", "iter_time_s", "predicted_iter_time_s", "predicted_low_s", "predicted_high_s", "peak_mem_gb",
+        "predicted_peak_mem_gb", "in_domain", "status", "reason",
+    ]  # fmt: skip
+    assert table["status"].tolist() == ["ok", "ok", "skipped"]
+    assert "hidden" in table["reason"][2]
+    assert float(table["predicted_peak_mem_gb"][0]) == pytest.approx(9.0)  # the fullest stage, in 1e9 bytes
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text()) == metrics
+    assert (metrics["count"], metrics["skipped"]) == (2, 1)
+    assert metrics["mape_percent"] == pytest.approx((50.0 + 87.5) / 2)
+    # bf16 takes half of fp32's time when measured, and is predicted to take twice.
+    assert metrics["precision_speedup"]["count"] == 1
+    assert metrics["precision_speedup"]["right_direction_percent"] == 0.0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["metrics.json", "predictions.csv"]
+
+
+def test_a_row_that_cannot_be_predicted_does_not_spoil_its_batch(tmp_path: Path) -> None:
+    runs = _csv(tmp_path / "runs.csv", {}, {"seq_len": 4096}, {"precision": "fp16_mixed"})
+    command.evaluate(runs, tmp_path, _checkpoint(), predict_jobs=_predict)
+    table = pd.read_csv(tmp_path / "predictions.csv", keep_default_na=False)
+    assert table["status"].tolist() == ["ok", "skipped", "ok"]
+    assert table["reason"][1] == "4096 is refused"
+
+
+def test_baselines_stand_beside_and_overlap_is_told(tmp_path: Path) -> None:
+    runs = _csv(tmp_path / "runs.csv", {}, {"layers": 6, "job_group": "g1"})
+    _reference(tmp_path, runs)
+    metrics = command.evaluate(runs, tmp_path / "out", _checkpoint(tmp_path), predict_jobs=_predict)
+    assert set(metrics["baselines"]) == {"b0", "b1", "b2"}
+    assert all(figures["count"] == 2 for figures in metrics["baselines"].values())
+    assert metrics["overlap_with_training"] == {
+        "known": True, "rows": 1, "by_run_id": 2 - 1, "by_job_group": 1, "by_job": 1,
+    }  # fmt: skip
+    assert "not held out" in metrics["notes"][0]
+
+
+def test_a_file_of_which_nothing_can_be_used_still_gets_its_answer(tmp_path: Path) -> None:
+    runs = _csv(tmp_path / "runs.csv", {"layers": None}, {"seq_len": None})
+    metrics = command.evaluate(runs, tmp_path, _checkpoint(), predict_jobs=_predict)
+    assert (metrics["count"], metrics["skipped"], metrics["mape_percent"]) == (0, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (None, "No such file"),
+        ("", "cannot be read"),
+        ("run_id,gpu\nr0,A100\n", "iter_time_s"),
+        ("\x00\x01\x02", "column"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_column(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    content: str | None,
+    named: str,
+) -> None:
+    runs = tmp_path / "runs.csv"
+    if content is not None:
+        runs.write_text(content)
+    monkeypatch.setattr(command, "load_checkpoint", lambda path: _checkpoint())
+    assert command.main([f"runs={runs}", f"output={tmp_path}"]) == 2
+    message = capsys.readouterr().err
+    assert str(runs) in message
+    assert named in message
+    assert not (tmp_path / "metrics.json").exists()
+
+
+def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = _csv(tmp_path / "runs.csv", {})
+    assert command.main([f"runs={runs}", f"output={tmp_path}", f"checkpoint={tmp_path / 'none'}"]) == 3
+    assert "none" in capsys.readouterr().err
+    assert command.main([f"output={tmp_path}"]) == 2
+    assert "runs" in capsys.readouterr().err
+    assert command.main([f"runs={runs}", f"output={tmp_path}", "colour=red"]) == 2
+    captured = capsys.readouterr()
+    assert "colour" in captured.err
+    assert captured.out == ""
+    assert not (tmp_path / "predictions.csv").exists()
+    assert command.main(["--help"]) == 0
