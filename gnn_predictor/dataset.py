@@ -1,0 +1,201 @@
+"""Training examples: measured runs as torch-geometric graphs, measured operators as isolated nodes.
+
+Every example's features come from :mod:`gnn_predictor.features`; labels are seconds. torch-geometric batches the runs;
+:func:`graph_batch` turns its batch into the one type the network reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.loader import DataLoader
+
+from dataset_builder.corpus.measurements import OpMeasurement
+from dataset_builder.job.schema import SoftwareStack
+from gnn_predictor.batch import GraphBatch, device_index, pipeline_shape, stage_rows
+from gnn_predictor.features import (
+    FORMATS,
+    GraphArrays,
+    hardware_features,
+    node_features,
+    software_features,
+)
+from dataset_builder.tracing.work import roofline_s
+
+_SHIFTED_BY_NODES = ("edge_index", "entry_node")
+_TENSORS = (
+    "node_features", "node_formats", "log_roofline_s", "launches", "is_overlappable", "edge_index", "edge_kind",
+    "entry_node", "entry_cell", "entry_weight", "cell_launches", "hardware", "software", "workload",
+)  # fmt: skip
+
+
+class RunData(Data):  # type: ignore[misc]
+    """One run's graph; says how its index columns shift when graphs are put side by side."""
+
+    def __inc__(self, key: str, value: Any, *args: Any) -> Any:
+        if key in _SHIFTED_BY_NODES:
+            return self.num_nodes
+        if key == "entry_cell":
+            return len(self.cell_launches)
+        return 0
+
+    def __cat_dim__(self, key: str, value: Any, *args: Any) -> Any:
+        return 1 if key == "edge_index" else 0
+
+
+def run_data(graph: GraphArrays, devices: Sequence[str], row: int) -> RunData:
+    """A graph as torch-geometric data; ``row`` finds its labels in the run table."""
+    tensors = {name: torch.from_numpy(getattr(graph, name)) for name in _TENSORS}
+    return RunData(
+        **tensors,
+        num_nodes=len(graph.log_roofline_s),
+        num_cells=torch.tensor([len(graph.cell_launches)]),
+        device=torch.tensor([device_index(graph.device_name, devices)]),
+        row=torch.tensor([row]),
+        shape=pipeline_shape(graph),
+        stage_class=tuple(graph.stage_class.tolist()),
+    )
+
+
+def graph_batch(data: Any) -> GraphBatch:
+    """A torch-geometric batch of :class:`RunData` as the network's input."""
+    num_cells = data.num_cells.tolist()
+    return GraphBatch(
+        **{name: getattr(data, name) for name in _TENSORS},
+        node_graph=data.batch,
+        cell_graph=torch.repeat_interleave(torch.arange(len(num_cells)), data.num_cells),
+        device=data.device,
+        shapes=tuple(data.shape),
+        stage_rows=stage_rows(data.stage_class, num_cells),
+    )
+
+
+def run_loader(
+    graphs: Sequence[GraphArrays], devices: Sequence[str], batch_size: int, generator: torch.Generator | None
+) -> DataLoader:
+    """Batches of runs, shuffled when a generator is given."""
+    data = [run_data(graph, devices, row) for row, graph in enumerate(graphs)]
+    return DataLoader(data, batch_size=batch_size, shuffle=generator is not None, generator=generator)
+
+
+@dataclass(frozen=True)
+class RunExamples:
+    """Measured runs: a table of labels and groups, and the graph of each row."""
+
+    table: pd.DataFrame  # run_id, source_id, gpu, precision, architecture, job_group, iter_time_s, peak_mem_gb
+    graphs: tuple[GraphArrays, ...]
+
+    def __len__(self) -> int:
+        return len(self.graphs)
+
+    def select(self, rows: NDArray[np.bool_] | NDArray[np.int64]) -> RunExamples:
+        """The runs at these positions, or where a mask is true."""
+        positions = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows
+        table = self.table.iloc[positions].reset_index(drop=True)
+        return RunExamples(table, tuple(self.graphs[i] for i in positions))
+
+
+@dataclass(frozen=True)
+class OperatorExamples:
+    """Measured operators, columns as in :class:`GraphBatch`; ``place`` is the row of their device and links."""
+
+    table: pd.DataFrame  # op_id, source_id, gpu, kind, dtype, op_group, latency_s
+    node_features: Tensor  # [O, node feature]
+    node_formats: Tensor  # [O, 2]
+    log_roofline_s: Tensor  # [O]
+    launches: Tensor  # [O]
+    is_message: Tensor  # [O]
+    log_seconds: Tensor  # [O]
+    place: Tensor  # [O]
+    hardware: Tensor  # [P, hardware feature]
+    device: Tensor  # [P]
+    software: Tensor  # [P, software feature]
+    workload: Tensor  # [P, workload feature]
+
+    def __len__(self) -> int:
+        return len(self.place)
+
+    def batch(self, rows: Tensor) -> GraphBatch:
+        """These operators as isolated nodes."""
+        places, node_graph = torch.unique(self.place[rows], return_inverse=True)
+        none = torch.zeros(0, dtype=torch.long)
+        return GraphBatch(
+            node_features=self.node_features[rows],
+            node_formats=self.node_formats[rows],
+            log_roofline_s=self.log_roofline_s[rows],
+            launches=self.launches[rows],
+            is_overlappable=self.is_message[rows],
+            node_graph=node_graph,
+            edge_index=none.view(1, 0).expand(2, 0),
+            edge_kind=none,
+            entry_node=none,
+            entry_cell=none,
+            entry_weight=torch.zeros(0),
+            cell_launches=torch.zeros(0),
+            cell_graph=none,
+            device=self.device[places],
+            hardware=self.hardware[places],
+            software=self.software[places],
+            workload=self.workload[places],
+            shapes=(),
+            stage_rows=(),
+        )
+
+
+def operator_examples(
+    operators: Sequence[OpMeasurement], devices: Sequence[str], num_workload: int
+) -> OperatorExamples:
+    """Features and labels of measured operators."""
+    places: dict[tuple[str, str], int] = {}
+    hardware, place, rows, formats, rooflines = [], [], [], [], []
+    for op in operators:
+        seconds = max(roofline_s(op.node, op.device, op.group), 1e-9)
+        key = (op.device.name, op.source_id)
+        if key not in places:
+            places[key] = len(places)
+            hardware.append(hardware_features(op.device, None, None, 1))
+        place.append(places[key])
+        rows.append(np.asarray(node_features(op.node, op.device, op.group, seconds), dtype=np.float32))
+        formats.append([FORMATS.index(op.node.input_dtype), FORMATS.index(op.node.output_dtype)])
+        rooflines.append(seconds)
+    software = [software_features(SoftwareStack(framework=source), "none") for _, source in places]
+    table = pd.DataFrame(
+        {
+            "op_id": [op.op_id for op in operators],
+            "source_id": [op.source_id for op in operators],
+            "gpu": [op.gpu for op in operators],
+            "kind": [op.node.kind for op in operators],
+            "dtype": [op.node.input_dtype for op in operators],
+            "op_group": [op.op_group for op in operators],
+            "latency_s": [op.latency_s for op in operators],
+        }
+    )
+    return OperatorExamples(
+        table=table,
+        node_features=torch.from_numpy(np.stack(rows)),
+        node_formats=torch.tensor(formats),
+        log_roofline_s=torch.tensor(rooflines).log().float(),
+        launches=torch.tensor([op.node.launches for op in operators], dtype=torch.float32),
+        is_message=torch.tensor([float(op.group is not None) for op in operators]),
+        log_seconds=torch.tensor([op.latency_s for op in operators], dtype=torch.float64).log().float(),
+        place=torch.tensor(place),
+        hardware=torch.tensor(hardware, dtype=torch.float32),
+        device=torch.tensor([device_index(name, devices) for name, _ in places]),
+        software=torch.tensor(software, dtype=torch.float32),
+        workload=torch.zeros(len(places), num_workload),  # the first column, 0, says: an operator on its own,
+    )
+
+
+def endless_rows(weights: Tensor, batch_size: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Rows drawn with these weights, with replacement, for ever."""
+    while True:
+        drawn = torch.multinomial(weights, min(batch_size * 64, 2**20), replacement=True, generator=generator)
+        yield from drawn.split(batch_size)

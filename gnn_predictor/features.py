@@ -1,0 +1,295 @@
+"""What the network sees: a training graph, its devices, links and software as arrays.
+
+Everything is known before a run: sizes, formats, specifications, software choices. Times enter only as rooflines,
+which are computed from a node's work and the device's specification. Quantities that span decades enter as logarithms.
+A floating-point format enters by its properties, so a format that was never measured has a meaning too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataset_builder.job.hardware import DeviceSpec, LinkSpec
+from dataset_builder.job.precision import BYTES_PER_ELEMENT
+from dataset_builder.job.schema import SoftwareStack, TrainingJob
+from dataset_builder.tracing.graph import COLLECTIVES, KINDS, OpNode, TrainingGraph
+from dataset_builder.tracing.layout import AxisGroup, RankLayout
+from dataset_builder.tracing.work import roofline_s
+
+FloatArray = NDArray[np.float32]
+IntArray = NDArray[np.int64]
+
+PHASES = ("forward", "backward", "recompute", "optimizer")
+AXES = ("tensor", "data", "pipeline", "context", "expert")
+EDGE_KINDS = ("data", "saved_activation", "communication")
+# Where a node's seconds are summed: compute by phase, then exposed communication by when it runs.
+SLOTS = ("forward", "backward", "recompute", "optimizer", "comm_forward", "comm_backward", "comm_iteration", "hop")
+NUM_SLOTS = len(SLOTS)
+
+# (bits, exponent bits, mantissa bits, elements that share a scale; 0: no scale)
+_FORMAT_PROPERTIES: dict[str, tuple[float, float, float, float]] = {
+    "fp32": (32, 8, 23, 0), "tf32": (32, 8, 10, 0), "fp16": (16, 5, 10, 0), "bf16": (16, 8, 7, 0),
+    "fp8_e4m3": (8, 4, 3, 0), "fp8_e5m2": (8, 5, 2, 0), "mxfp8": (8, 4, 3, 32), "nvfp4": (4, 2, 1, 16),
+    "int64": (64, 0, 63, 0), "bool": (8, 0, 1, 0),
+}  # fmt: skip
+FORMATS = tuple(_FORMAT_PROPERTIES)
+_RECIPES = ("delayed", "current", "tensorwise", "rowwise", "blockwise")
+_OP_CLASSES = ("rms", "layer_norm", "rope", "swiglu", "gelu", "dropout", "residual", "softmax", "moe", "linear", "bmm",
+               "quantize", "norm", "clip")  # fmt: skip
+FRAMEWORKS = ("megatron-lm", "megatron-deepspeed", "nemo", "megatron-bridge", "llm-foundry", "pytorch", "tensorflow",
+              "jax", "internevo", "deepspeed", "mxnet", "paddle", "neusight")  # fmt: skip
+ARCHITECTURES = ("decoder", "encoder", "encoder_decoder")
+OPTIMIZERS = ("adam", "adamw", "sgd", "lion", "adafactor", "muon", "lamb", "none")
+SHARDINGS = ("none", "zero1", "zero2", "zero3", "hsdp")
+DEVICE_FORMATS = ("fp32", "tf32", "fp16", "bf16", "fp8_e4m3", "mxfp8", "nvfp4")
+# Rough cost of launching one kernel from the host, only to scale the launch features (seconds).
+_TYPICAL_LAUNCH_S = 8e-6
+
+
+@dataclass(frozen=True)
+class GraphArrays:
+    """One job (or one measured operator) as arrays. N nodes, E edges, K distinct stages, S stages, M stage entries."""
+
+    node_features: FloatArray  # [N, node feature]
+    node_formats: IntArray  # [N, 2] index into FORMATS of input and output
+    log_roofline_s: FloatArray  # [N]
+    launches: FloatArray  # [N]
+    is_overlappable: FloatArray  # [N] 1 where the node is a message
+    edge_index: IntArray  # [2, E]
+    edge_kind: IntArray  # [E]
+    entry_node: IntArray  # [M]
+    entry_cell: IntArray  # [M] distinct stage * NUM_SLOTS + slot
+    entry_weight: FloatArray  # [M] executions per microbatch, or per iteration
+    cell_launches: FloatArray  # [K * NUM_SLOTS]
+    stage_class: IntArray  # [S] the distinct stage each pipeline stage equals
+    hardware: FloatArray  # [1, hardware feature]
+    device_name: str
+    software: FloatArray  # [1, software feature]
+    workload: FloatArray  # [1, workload feature]
+    num_microbatches: int
+    schedule: str
+    virtual_pipeline: int
+
+
+def format_features(name: str, device: DeviceSpec) -> list[float]:
+    """A format's properties and this device's matrix peak for it, relative to its 16-bit peak."""
+    bits, exponent, mantissa, block = _FORMAT_PROPERTIES[name]
+    reference = device.peak("bf16") if device.supports("bf16") else device.peak("fp16")
+    return [
+        math.log2(bits) - 4, exponent / 8, mantissa / 10, math.log2(block + 1) / 5,
+        math.log2(device.peak(name) / reference), float(device.supports(name)),
+    ]  # fmt: skip
+
+
+def node_features(node: OpNode, device: DeviceSpec, group: AxisGroup | None, roofline: float) -> list[float]:
+    """One node's features; see the names in each line."""
+    log = _log
+    compute_s = node.flops / device.peak(node.input_dtype)
+    memory_s = (node.bytes_read + node.bytes_written) / device.hbm_bytes_per_s
+    one_hot = [float(node.kind == kind) for kind in KINDS] + [float(node.phase == phase) for phase in PHASES]
+    one_hot += [float(node.axis == axis) for axis in AXES]
+    op_class = [float(name in node.op) for name in _OP_CLASSES] + [float(name in node.op) for name in _RECIPES]
+    formats = format_features(node.input_dtype, device) + format_features(node.output_dtype, device)
+    work = [
+        log(roofline, -9), log(compute_s, -9), log(memory_s, -9), log(compute_s / (memory_s + 1e-12), 0),
+        log(node.flops, 20), log(node.bytes_read, 16), log(node.bytes_written, 16), log(node.message_bytes, 16),
+        log(node.launches, 0), log((node.bytes_read + node.bytes_written) / device.l2_bytes, 0),
+    ]  # fmt: skip
+    sizes = [log(size, 8) for size in (*node.shape[:6], *([0] * 6))[:6]]
+    group_features = [log(group.size, 0), log(group.nodes, 0), log(group.link.bytes_per_s_per_gpu, 24),
+                      log(group.link.latency_s, -12)] if group else [0.0] * 4  # fmt: skip
+    return [*one_hot, *op_class, *formats, *work, *sizes, *_tiles(node, device), *group_features]
+
+
+def _tiles(node: OpNode, device: DeviceSpec) -> list[float]:
+    """How a matrix product fills the device: 128x128 output tiles per SM, the last wave's fill, and alignment."""
+    if node.kind not in ("gemm", "grouped_gemm"):
+        return [0.0] * 5
+    batch, m, n, k = node.shape[:4]
+    tiles = batch * math.ceil(m / 128) * math.ceil(n / 128)
+    waves = tiles / device.num_sms
+    alignment = [min(math.log2(size & -size) if size else 0.0, 6.0) / 6 for size in (n, k)]
+    return [_log(waves, 0), waves / math.ceil(waves) if waves else 0.0, *alignment, _log(min(m, n, k), 8)]
+
+
+def _log(value: float, center: float) -> float:
+    """A centred, compressed logarithm; zero maps to a value below all others."""
+    return (math.log(value) - center) / 4 if value > 1e-15 else -3.0
+
+
+def hardware_features(device: DeviceSpec, intra: LinkSpec | None, inter: LinkSpec | None, num_nodes: int) -> list[float]:
+    """A device's and its links' specification, as logarithms around an A100's."""
+    log = math.log
+    peaks = [log(device.peak(name) / 312e12) / 2 for name in DEVICE_FORMATS]
+    has = [float(device.supports(name)) for name in DEVICE_FORMATS]
+    memory = [
+        log(device.hbm_bytes_per_s / 2e12), log(device.hbm_bytes / 80e9) / 2, log(device.l2_bytes / 40e6) / 2,
+        log(device.num_sms / 108), log(device.clock_hz / 1.41e9), log(device.power_w / 400),
+        float(device.vendor == "amd"), float(device.vendor in ("cpu", "other", "intel")),
+        (device.compute_capability - 8) / 2 if device.compute_capability else 0.0,
+    ]  # fmt: skip
+    links = []
+    for link, present in ((intra, True), (inter, num_nodes > 1)):
+        use = link is not None and present
+        bandwidth = log(link.bytes_per_s_per_gpu / 100e9) / 2 if link is not None and use else 0.0
+        links += [float(use), bandwidth]
+    return [*peaks, *has, *memory, *links]
+
+
+def software_features(software: SoftwareStack, optimizer: str) -> list[float]:
+    """Software choices; an unknown one is all zeros, which is also what dropout in training makes of it."""
+    framework = [float(software.framework == name) for name in FRAMEWORKS]
+    year = [1.0, (int(software.date[:4]) + int(software.date[5:7] or 1) / 12 - 2022.5) / 2] if software.date else [0, 0]
+    switches: list[float] = []
+    for value in (software.compile, software.fused_kernels, software.cuda_graphs, software.deterministic):
+        switches += [0.0, 0.0] if value is None else [float(value), float(not value)]
+    attention = [float(software.attention == name) for name in ("flash", "unfused")]
+    return [*framework, *year, *switches, *attention, *(float(optimizer == name) for name in OPTIMIZERS)]
+
+
+def workload_features(job: TrainingJob, layout: RankLayout, nodes: Sequence[_Located], total_s: float) -> list[float]:
+    """Sizes of the job and where its roofline time goes."""
+    log = math.log2
+    model, batch, policy = job.model, job.batch, job.precision
+    shares = [_share(nodes, total_s, lambda n, k=kind: n.kind == k) for kind in KINDS]
+    shares += [_share(nodes, total_s, lambda n, a=axis: n.axis == a) for axis in AXES]
+    shares += [_share(nodes, total_s, lambda n, p=phase: n.phase == p) for phase in PHASES]
+    launch_s = sum(item.node.launches * item.weight for item in nodes) * _TYPICAL_LAUNCH_S
+    sizes = [
+        log(model.hidden_size) - 11, log(model.num_layers) - 5, log(batch.seq_length) - 11, log(model.vocab_size) - 15,
+        log(batch.micro_batch_size) - 1, log(layout.num_microbatches) / 2 - 1, log(job.cluster.num_gpus) / 2 - 2,
+        log(layout.tensor), log(layout.pipeline), log(layout.data) / 2, log(layout.context), log(layout.expert),
+        log(layout.virtual_pipeline), log(job.cluster.num_nodes) / 2, log(total_s + 1e-9) / 4,
+        log((launch_s + 1e-9) / (total_s + 1e-9)) / 4, float(model.moe is not None), float(model.mla is not None),
+    ]  # fmt: skip
+    kinds = [float(model.architecture == name) for name in ARCHITECTURES]
+    kinds += [float(job.parallel.sharding == name) for name in SHARDINGS]
+    overlap = job.parallel.overlap
+    kinds += [float(overlap.grad_reduce), float(overlap.param_gather), float(overlap.tensor), float(overlap.pipeline)]
+    kinds += [float(bool(job.parallel.sequence_parallel)), model.dropout * 5]
+    recompute = job.parallel.recompute.mode if job.parallel.recompute else "none"
+    kinds += [float(recompute == name) for name in ("selective", "full")]
+    device = job.cluster.gpu
+    compute = policy.compute if policy.linear == "same" else _gemm_format(policy.linear)
+    formats = format_features(compute, device) + format_features(policy.params or "fp32", device)
+    formats += format_features(policy.grad_reduce or "fp32", device) + [float(policy.loss_scaling)]
+    formats += [float(recipe in policy.linear) for recipe in _RECIPES]
+    return [*shares, *(value / 3 for value in sizes), *kinds, *formats]
+
+
+def _gemm_format(linear: str) -> str:
+    return linear if linear in _FORMAT_PROPERTIES else "fp8_e4m3"
+
+
+@dataclass(frozen=True)
+class _Located:
+    """A node, its roofline and how often the busiest stage runs it in one iteration."""
+
+    node: OpNode
+    roofline_s: float
+    weight: float
+
+    @property
+    def kind(self) -> str:
+        return self.node.kind
+
+    @property
+    def axis(self) -> str | None:
+        return self.node.axis
+
+    @property
+    def phase(self) -> str:
+        return self.node.phase
+
+
+def _share(nodes: Sequence[_Located], total_s: float, belongs: object) -> float:
+    seconds = sum(item.roofline_s * item.weight for item in nodes if belongs(item))  # type: ignore[operator]
+    return math.log10(seconds / (total_s + 1e-12) + 1e-4) / 2 + 1
+
+
+def featurize(job: TrainingJob, graph: TrainingGraph, layout: RankLayout) -> GraphArrays:
+    """A resolved job and its graph as the network's input."""
+    device = job.cluster.gpu
+    groups = [layout.groups.get(node.axis) if node.axis else None for node in graph.nodes]
+    rooflines = [roofline_s(node, device, group) for node, group in zip(graph.nodes, groups, strict=True)]
+    classes, stage_class = np.unique(graph.repeats, axis=0, return_inverse=True)
+    entry_class, entry_node = np.nonzero(classes)
+    slots = np.array([_slot(node) for node in graph.nodes])
+    cell = entry_class * NUM_SLOTS + slots[entry_node]
+    weight = classes[entry_class, entry_node]
+    launches = np.array([node.launches for node in graph.nodes])
+    per_iteration = [1 if node.per == "iteration" else layout.num_microbatches for node in graph.nodes]
+    busiest = (classes * np.array(per_iteration) * np.array(rooflines)).sum(axis=1).argmax()
+    located = [
+        _Located(node, seconds, float(classes[busiest, i] * per_iteration[i]))
+        for i, (node, seconds) in enumerate(zip(graph.nodes, rooflines, strict=True))
+        if classes[busiest, i]
+    ]
+    total_s = sum(item.roofline_s * item.weight for item in located)
+    cluster = job.cluster
+    rows = [
+        node_features(node, device, group, seconds)
+        for node, group, seconds in zip(graph.nodes, groups, rooflines, strict=True)
+    ]
+    return GraphArrays(
+        node_features=np.array(rows, dtype=np.float32),
+        node_formats=_formats(graph.nodes),
+        log_roofline_s=np.log(np.maximum(rooflines, _LEAST_SECONDS)).astype(np.float32),
+        launches=launches.astype(np.float32),
+        is_overlappable=np.array([node.kind in COLLECTIVES for node in graph.nodes], dtype=np.float32),
+        edge_index=np.array([[e.source, e.target] for e in graph.edges], dtype=np.int64).reshape(-1, 2).T.copy(),
+        edge_kind=np.array([EDGE_KINDS.index(e.kind) for e in graph.edges], dtype=np.int64),
+        entry_node=entry_node.astype(np.int64),
+        entry_cell=cell.astype(np.int64),
+        entry_weight=weight.astype(np.float32),
+        cell_launches=np.bincount(
+            cell, weights=weight * launches[entry_node], minlength=len(classes) * NUM_SLOTS
+        ).astype(np.float32),
+        stage_class=stage_class.reshape(-1).astype(np.int64),
+        hardware=_row(hardware_features(device, cluster.intra_node, cluster.inter_node, cluster.num_nodes)),
+        device_name=device.name,
+        software=_row(software_features(job.software, job.optimizer.name)),
+        workload=_row([1.0, *workload_features(job, layout, located, total_s)]),
+        num_microbatches=layout.num_microbatches,
+        schedule=job.parallel.schedule or "1f1b",
+        virtual_pipeline=layout.virtual_pipeline,
+    )
+
+
+_LEAST_SECONDS = 1e-9
+
+
+def _slot(node: OpNode) -> int:
+    if node.kind not in COLLECTIVES:
+        return SLOTS.index(node.phase)
+    if node.axis == "pipeline" and node.per == "microbatch":
+        return SLOTS.index("hop")
+    if node.per == "iteration":
+        return SLOTS.index("comm_iteration")
+    return SLOTS.index("comm_forward" if node.phase == "forward" else "comm_backward")
+
+
+def _formats(nodes: Sequence[OpNode]) -> IntArray:
+    index = {name: i for i, name in enumerate(FORMATS)}
+    return np.array([[index[n.input_dtype], index[n.output_dtype]] for n in nodes], dtype=np.int64).reshape(-1, 2)
+
+
+def _row(values: Sequence[float]) -> FloatArray:
+    return np.array([values], dtype=np.float32)
+
+
+def _feature_hash() -> str:
+    """Identifies the meaning of every input column; a checkpoint of another meaning is refused."""
+    names = (KINDS, PHASES, AXES, EDGE_KINDS, SLOTS, _FORMAT_PROPERTIES, _RECIPES, _OP_CLASSES,
+             FRAMEWORKS, ARCHITECTURES, OPTIMIZERS, SHARDINGS, DEVICE_FORMATS, sorted(BYTES_PER_ELEMENT),
+             [f.name for f in fields(GraphArrays)])  # fmt: skip
+    return hashlib.sha256(repr(names).encode()).hexdigest()[:16]
+
+
+FEATURE_HASH = _feature_hash()

@@ -1,0 +1,188 @@
+"""One training run of one network: epochs over measured runs with measured operators beside them, resumable.
+
+The state after every epoch (weights, optimizer, random generators) is one file, replaced atomically; a run that was
+killed continues from it and ends with the same weights as one that was not.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnn_predictor.dataset import OperatorExamples, RunExamples, endless_rows, graph_batch, run_loader
+from gnn_predictor.network import NetworkConfig, Predictor
+from gnn_predictor.objective import robust, source_weights, spread_loss
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """How a network is trained."""
+
+    epochs: int = 60
+    batch_size: int = 48
+    operator_batch_size: int = 1536
+    learning_rate: float = 3e-3
+    weight_decay: float = 1e-3
+    operator_weight: float = 0.5
+    spread_weight: float = 0.05
+    source_power: float = 0.5  # weight of a run: (runs of its source) ** -source_power
+    average_from: float = 0.7  # weights are averaged over the last part of training
+    seed: int = 0
+
+
+def _scales(runs: RunExamples, operators: OperatorExamples) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of node features (half runs, half operators) and of workload features."""
+    run_nodes = torch.from_numpy(np.concatenate([graph.node_features for graph in runs.graphs]))
+    workload = torch.from_numpy(np.concatenate([graph.workload for graph in runs.graphs]))
+    means = [(part.mean(0), part.var(0)) for part in (run_nodes, operators.node_features)]
+    mean = (means[0][0] + means[1][0]) / 2
+    variance = sum((var + (m - mean) ** 2) for m, var in means) / 2
+    floor = 0.05  # a column that hardly varies must not blow up elsewhere
+    return (
+        torch.stack([mean, torch.as_tensor(variance).sqrt().clamp(min=floor)]),
+        torch.stack([workload.mean(0), workload.std(0).clamp(min=floor)]),
+    )
+
+
+EpochReport = Callable[[int, dict[str, float]], None]
+
+
+def fit(
+    config: NetworkConfig,
+    settings: FitSettings,
+    runs: RunExamples,
+    operators: OperatorExamples,
+    state_file: Path | None = None,
+    report: def _scales(runs: RunExamples, operators: OperatorExamples) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of node features (half runs, half operators) and of workload features."""
+    run_nodes = torch.from_numpy(np.concatenate([graph.node_features for graph in runs.graphs]))
+    workload = torch.from_numpy(np.concatenate([graph.workload for graph in runs.graphs]))
+    means = [(part.mean(0), part.var(0)) for part in (run_nodes, operators.node_features)]
+    mean = (means[0][0] + means[1][0]) / 2
+    variance = sum((var + (m - mean) ** 2) for m, var in means) / 2
+    floor = 0.05  # a column that hardly varies must not blow up elsewhere
+    return (
+        torch.stack([mean, torch.as_tensor(variance).sqrt().clamp(min=floor)]),
+        torch.stack([workload.mean(0), workload.std(0).clamp(min=floor)]),
+    )
+
+
+EpochReport = lambda epoch, metrics: None,
+) -> Predictor:
+    """Trains a network on these runs and operators and returns it in evaluation mode."""
+    training = _Training(config, settings, runs, operators)
+    if state_file is not None and state_file.exists():
+        training.load(state_file)
+    while training.epoch < settings.epochs:
+        report(training.epoch, training.run_epoch())
+        if state_file is not None:
+            training.save(state_file)
+    return training.result()
+
+
+class _Training:
+    """The mutable state of one training run."""
+
+    def __init__(
+        self, config: NetworkConfig, settings: FitSettings, runs: RunExamples, operators: OperatorExamples
+    ) -> None:
+        torch.manual_seed(settings.seed)
+        self.settings = settings
+        self.operators = operators
+        self.generator = torch.Generator().manual_seed(settings.seed)
+        self.network = Predictor(config)
+        self.network.set_scales(*_scales(runs, operators))
+        self.average = torch.optim.swa_utils.AveragedModel(self.network)
+        self.optimizer = torch.optim.AdamW(
+            self.network.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
+        )
+        self.loader = run_loader(runs.graphs, config.devices, settings.batch_size, self.generator)
+        self.log_seconds = torch.tensor(runs.table["iter_time_s"].to_numpy()).log().float()
+        self.weight = source_weights(runs.table["source_id"].tolist(), settings.source_power)
+        self.operator_weight = source_weights(
+            (operators.table["source_id"] + operators.table["kind"] + operators.table["dtype"]).tolist(), 0.5
+        )
+        self.num_steps = settings.epochs * len(self.loader)
+        self.step = 0
+        self.epoch = 0
+
+    def run_epoch(self) -> dict[str, float]:
+        """One pass over the runs; returns mean losses and the learning rate."""
+        self.network.train()
+        started = time.perf_counter()
+        rows = endless_rows(self.operator_weight, self.settings.operator_batch_size, self.generator)
+        losses = []
+        for data in self.loader:
+            self._set_learning_rate()
+            losses.append(self._step(data, next(rows)))
+            self.step += 1
+        if self.epoch >= self.settings.average_from * self.settings.epochs:
+            self.average.update_parameters(self.network)
+        self.epoch += 1
+        run, operator, error = np.mean(losses, axis=0).tolist()
+        return {"run_loss": run, "operator_loss": operator, "run_abs_log_error": error,
+                "learning_rate": self.optimizer.param_groups[0]["lr"],
+                "epoch_s": time.perf_counter() - started}  # fmt: skip
+
+    def _step(self, data: Any, operator_rows: Tensor) -> tuple[float, float, float]:
+        seconds, times, _ = self.network(graph_batch(data))
+        error = seconds.log() - self.log_seconds[data.row]
+        weight = self.weight[data.row]
+        run_loss = robust(error, weight)
+        operator_times = self.network.node_times(self.operators.batch(operator_rows))
+        operator_error = operator_times.seconds.log() - self.operators.log_seconds[operator_rows]
+        operator_loss = robust(operator_error, torch.ones_like(operator_error))
+        loss = (
+            run_loss
+            + self.settings.operator_weight * operator_loss
+            + self.settings.spread_weight * spread_loss(error, times.log_spread, weight)
+        )
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+        self.optimizer.step()
+        return run_loss.item(), operator_loss.item(), error.detach().abs().mean().item()
+
+    def _set_learning_rate(self) -> None:
+        """Linear warm-up over the first 3% of the steps, then a cosine to 2%."""
+        progress = self.step / max(self.num_steps, 1)
+        factor = progress / 0.03 if progress < 0.03 else 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.learning_rate * max(factor, 0.01)
+
+    def result(self) -> Predictor:
+        """The averaged network, in evaluation mode."""
+        averaged = self.average.module if self.average.n_averaged > 0 else self.network
+        assert isinstance(averaged, Predictor)
+        return averaged.eval()
+
+    def save(self, path: Path) -> None:
+        """Replaces the state file in one step, so that a kill leaves the last whole one."""
+        state = {
+            "epoch": self.epoch, "step": self.step, "network": self.network.state_dict(),
+            "average": self.average.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(), "torch": torch.get_rng_state(),
+        }  # fmt: skip
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".partial")
+        torch.save(state, temporary)
+        os.replace(temporary, path)
+
+    def load(self, path: Path) -> None:
+        """Continues from a state file of the same configuration."""
+        state = torch.load(path, weights_only=True)
+        self.network.load_state_dict(state["network"])
+        self.average.load_state_dict(state["average"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"])
+        torch.set_rng_state(state["torch"])
+        self.epoch, self.step = state["epoch"], state["step"]

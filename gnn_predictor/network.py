@@ -1,0 +1,235 @@
+"""The network: seconds of every node of a training graph, and from them stage and iteration times.
+
+    seconds(node) = roofline(node) * exp(slowdown(node)) + launches(node) * launch_s
+
+``slowdown`` is read out of a message-passing network over the training graph, conditioned on an embedding of the
+hardware (specification through an MLP, plus a learned vector per known device that is dropped at random in training,
+so that an unknown device works), of the software and of the workload. The slowdown of an untrained network is small,
+so an unseen size or device falls back to physics. One definition serves training (batched by torch-geometric) and
+inference (which never imports it): the network reads attributes of whatever batch it is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+import torch
+from torch import Tensor, nn
+
+from gnn_predictor.batch import GraphBatch
+from gnn_predictor.features import EDGE_KINDS, FORMATS, NUM_SLOTS, SLOTS
+from gnn_predictor.schedule import DifferentiableMakespan
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """Sizes of the network. ``devices`` are those that have a learned vector."""
+
+    node_features: int
+    hardware_features: int
+    software_features: int
+    workload_features: int
+    devices: tuple[str, ...]
+    hidden: int = 64
+    layers: int = 2
+    context: int = 48
+    format_embedding: int = 4
+    device_dropout: float = 0.3
+    software_dropout: float = 0.15
+    format_dropout: float = 0.3
+    workload_dropout: float = 0.1
+    hide_formats: bool = False  # baseline B3: every format looks like the job's widest
+
+
+@dataclass(frozen=True)
+class NodeTimes:
+    """Of every node: its own seconds, and the part that the critical path waits for."""
+
+    seconds: Tensor  # [N]
+    exposed_s: Tensor  # [N]
+    host_s_per_launch: Tensor  # [B]
+    overhead_s: Tensor  # [B] per iteration, independent of the graph
+    log_spread: Tensor  # [B] log of the expected log-error
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """Seconds of every distinct stage; forward, backward and recompute per microbatch, the rest per iteration."""
+
+    slots: Tensor  # [K, NUM_SLOTS] device time
+    forward_s: Tensor  # [K] with exposed communication, at least the host's time
+    backward_s: Tensor  # [K] with recompute and exposed communication
+    iteration_s: Tensor  # [K] optimizer and exposed data-parallel communication
+    hop_s: Tensor  # [K]
+
+
+def _identity_scale(columns: int) -> Tensor:
+    return torch.stack([torch.zeros(columns), torch.ones(columns)])
+
+
+def _scaled(values: Tensor, scale: Tensor) -> Tensor:
+    """Standardised, and limited to where the network was trained and a little beyond."""
+    return ((values - scale[0]) / scale[1]).clamp(-6, 6)
+
+
+def _mlp(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.SiLU(), nn.Linear(hidden, outputs))
+
+
+class MessagePassing(nn.Module):
+    """One round: every node receives the mean of its sources' and of its targets' messages, by kind of edge."""
+
+    def __init__(self, hidden: int, context: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.message = nn.Linear(hidden, hidden)
+        self.kind = nn.Embedding(2 * len(EDGE_KINDS), hidden)
+        self.update = nn.Sequential(nn.Linear(3 * hidden, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
+        self.condition = nn.Linear(context, 2 * hidden)
+
+    def forward(self, h: Tensor, context: Tensor, batch: GraphBatch) -> Tensor:
+        """[N, hidden] and [B, context] -> [N, hidden]."""
+        x = self.norm(h)
+        scale, shift = self.condition(context)[batch.node_graph].chunk(2, dim=-1)
+        x = x * (1 + scale) + shift
+        message = self.message(x)
+        source, target = batch.edge_index
+        incoming = _mean_over(message, source, target, self.kind(batch.edge_kind))
+        outgoing = _mean_over(message, target, source, self.kind(batch.edge_kind + len(EDGE_KINDS)))
+        return h + torch.as_tensor(self.update(torch.cat([x, incoming, outgoing], dim=-1)))
+
+
+def _mean_over(message: Tensor, source: Tensor, target: Tensor, bias: Tensor) -> Tensor:
+    total = torch.zeros_like(message)
+    if source.numel() == 0:
+        return total
+    total.index_add_(0, target, message[source] + bias)
+    count = torch.zeros(len(message), dtype=message.dtype).index_add_(
+        0, target, torch.ones(len(target), dtype=message.dtype)
+    )
+    return total / count.clamp(min=1).unsqueeze(-1)
+
+
+class Predictor(nn.Module):
+    """Node times from a batch of graphs. Units: seconds."""
+
+    node_scale: Tensor
+    workload_scale: Tensor
+
+    def __init__(self, config: NetworkConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden, context = config.hidden, config.context
+        self.format = nn.Embedding(len(FORMATS), config.format_embedding)
+        self.encode = _mlp(config.node_features + 2 * config.format_embedding, hidden, hidden)
+        self.hardware = _mlp(config.hardware_features, context, context)
+        self.device = nn.Embedding(len(config.devices) + 1, context)
+        self.software = nn.Linear(config.software_features, context)
+        self.workload = _mlp(config.workload_features, context, context)
+        self.mix = nn.Sequential(nn.SiLU(), nn.Linear(context, context), nn.SiLU())
+        self.rounds = nn.ModuleList(MessagePassing(hidden, context) for _ in range(config.layers))
+        self.readout = nn.Sequential(
+            nn.LayerNorm(hidden), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, 3)
+        )
+        self.graph_readout = nn.Linear(context, 4)
+        self.register_buffer("node_scale", _identity_scale(config.node_features))
+        self.register_buffer("workload_scale", _identity_scale(config.workload_features))
+        self._start_from_physics()
+
+    def _start_from_physics(self) -> None:
+        """Starts at 1.6x the roofline, communication a third exposed, 8 us of host time a launch, 3 ms a step."""
+        last = self.readout[-1]
+        assert isinstance(last, nn.Linear)
+        nn.init.normal_(last.weight, std=0.02)
+        nn.init.zeros_(self.device.weight)
+        nn.init.normal_(self.graph_readout.weight, std=0.02)
+        with torch.no_grad():
+            last.bias.copy_(torch.tensor([0.5, 0.5, -13.0]))
+            self.graph_readout.bias.copy_(torch.tensor([-11.7, -5.8, -2.3, -12.5]))
+
+    def set_scales(self, node: Tensor, workload: Tensor) -> None:
+        """Mean and deviation (rows 0 and 1) by which inputs are brought to order one."""
+        self.node_scale.copy_(node)
+        self.workload_scale.copy_(workload)
+
+    def _context(self, batch: GraphBatch) -> Tensor:
+        """[B, context]"""
+        config = self.config
+        device = self.device(self._drop_rows(batch.device, config.device_dropout))
+        software = self.software(batch.software * self._keep(len(batch.software), config.software_dropout))
+        workload = _scaled(batch.workload, self.workload_scale)
+        keep = self._keep(len(workload), config.workload_dropout)
+        workload = torch.cat([batch.workload[:, :1], workload[:, 1:] * keep], dim=1)  # first column: job or operator
+        total = self.hardware(batch.hardware) + device + software + self.workload(workload)
+        return torch.as_tensor(self.mix(total))
+
+    def _keep(self, rows: int, dropout: float) -> Tensor:
+        if not self.training:
+            return torch.ones(rows, 1)
+        return (torch.rand(rows, 1) >= dropout).float()
+
+    def _drop_rows(self, index: Tensor, dropout: float) -> Tensor:
+        """Index 0, "unknown", in place of some indices."""
+        return index * self._keep(len(index), dropout).squeeze(1).long()
+
+    def node_times(self, batch: GraphBatch) -> NodeTimes:
+        """Seconds of every node of every graph in the batch."""
+        context = self._context(batch)
+        formats = self.format(batch.node_formats).flatten(1)
+        formats = formats * self._keep(len(formats), self.config.format_dropout)
+        h = self.encode(torch.cat([_scaled(batch.node_features, self.node_scale), formats], dim=-1))
+        for layer in self.rounds:
+            h = layer(h, context, batch)
+        slowdown, exposure, launch = self.readout(h).unbind(-1)
+        host, overhead, spread, kernel = self.graph_readout(context).unbind(-1)
+        launch_s = torch.exp((launch + 13.0) + kernel[batch.node_graph])
+        seconds = torch.exp(batch.log_roofline_s + slowdown) + batch.launches * launch_s
+        message = batch.is_overlappable
+        exposed = seconds * (1 - message + message * torch.sigmoid(exposure))
+        return NodeTimes(seconds, exposed, torch.exp(host), torch.exp(overhead), spread)
+
+    def stage_table(self, batch: GraphBatch, times: NodeTimes) -> StageTable:
+        """Sums node times over every distinct stage; kernels of a microbatch cannot outrun the host."""
+        cells = torch.zeros_like(batch.cell_launches)
+        cells = cells.index_add(0, batch.entry_cell, times.exposed_s[batch.entry_node] * batch.entry_weight)
+        slots = cells.view(-1, NUM_SLOTS)
+        host = (batch.cell_launches * times.host_s_per_launch[batch.cell_graph]).view(-1, NUM_SLOTS)
+        pick = {name: i for i, name in enumerate(SLOTS)}
+        forward = slots[:, pick["forward"]] + slots[:, pick["comm_forward"]]
+        backward = slots[:, pick["backward"]] + slots[:, pick["recompute"]] + slots[:, pick["comm_backward"]]
+        host_forward = host[:, pick["forward"]] + host[:, pick["comm_forward"]]
+        host_backward = host[:, pick["backward"]] + host[:, pick["recompute"]] + host[:, pick["comm_backward"]]
+        iteration = slots[:, pick["optimizer"]] + slots[:, pick["comm_iteration"]]
+        return StageTable(
+            slots=slots,
+            forward_s=_at_least(forward, host_forward),
+            backward_s=_at_least(backward, host_backward),
+            iteration_s=_at_least(iteration, host[:, pick["optimizer"]]),
+            hop_s=slots[:, pick["hop"]],
+        )
+
+    def forward(self, batch: GraphBatch) -> tuple[Tensor, NodeTimes, StageTable]:
+        """Iteration seconds [B], node times and stage table."""
+        times = self.node_times(batch)
+        table = self.stage_table(batch, times)
+        return iteration_times(batch, table, times.overhead_s), times, table
+
+
+def _at_least(device_s: Tensor, host_s: Tensor) -> Tensor:
+    """A smooth maximum of device and host time (their 6-norm: 12% above when equal, the larger when they differ)."""
+    scale = torch.maximum(device_s, host_s).detach().clamp(min=1e-12)
+    return scale * ((device_s / scale) ** 6 + (host_s / scale) ** 6 + 1e-24) ** (1 / 6)
+
+
+def iteration_times(batch: GraphBatch, table: StageTable, overhead_s: Tensor) -> Tensor:
+    """Iteration seconds [B]: the pipeline's makespan, then the slowest stage's optimizer step and reduction."""
+    results = []
+    for shape, rows in zip(batch.shapes, batch.stage_rows, strict=True):
+        tail = table.iteration_s[list(rows)].max()
+        if shape.num_ranks == 1:
+            busy = (table.forward_s[rows[0]] + table.backward_s[rows[0]]) * shape.num_microbatches
+        else:
+            index = list(rows)
+            hop = table.hop_s[index].mean()
+            busy = DifferentiableMakespan.apply(table.forward_s[index], table.backward_s[index], hop, shape)
+        results.append(busy + tail)
+    return torch.stack(results) + overhead_s
