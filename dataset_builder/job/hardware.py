@@ -5,26 +5,36 @@ Peaks are dense (never the 2:4 sparse column), in FLOP/s; memory in bytes; bandw
 
 from __future__ import annotations
 
+import difflib
 import functools
+import re
 from importlib import resources
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dataset_builder.job.values import Count, Frozen
 
 Positive = Annotated[float, Field(gt=0)]
+PeakFormat = Literal[
+    "fp64", "fp32", "tf32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp4", "nvfp4", "int8"
+]  # fmt: skip
 
 
 class DeviceSpec(Frozen):
-    """One accelerator as a training process sees it."""
+    """One accelerator as a training process sees it.
+
+    ``peak_flops_per_s`` lists the formats the device has hardware for; ``fp32`` is the full-precision rate (CUDA cores,
+    or AMD's fp32 matrix cores), never TF32. ``l2_bytes`` is the last cache level before HBM. ``intra_node`` and
+    ``inter_node`` name the links such a device usually has.
+    """
 
     name: str
     vendor: Literal["nvidia", "amd", "intel", "cpu", "other"] = "other"
     architecture: str = "unknown"
     compute_capability: float = 0.0
-    peak_flops_per_s: dict[str, Positive]
+    peak_flops_per_s: dict[PeakFormat, Positive]
     hbm_bytes: Positive
     hbm_bytes_per_s: Positive
     l2_bytes: Positive = 40e6
@@ -32,7 +42,14 @@ class DeviceSpec(Frozen):
     clock_hz: Positive = 1.5e9
     power_w: Positive = 400.0
     intra_node: str | None = None
+    inter_node: str | None = None
     source: str = "job file"
+
+    @model_validator(mode="after")
+    def _has_fp32(self) -> DeviceSpec:
+        if "fp32" not in self.peak_flops_per_s:
+            raise ValueError("peak_flops_per_s.fp32: missing; expected a dense peak in FLOP/s, e.g. 67e12")
+        return self
 
     def supports(self, fmt: str) -> bool:
         """Whether the device has hardware for this format (tf32 is fp32 on devices without it, so not supported)."""
@@ -40,36 +57,38 @@ class DeviceSpec(Frozen):
 
     def peak(self, fmt: str) -> float:
         """Dense matrix peak in FLOP/s of ``fmt``; a format without hardware falls back to what would emulate it."""
-        for candidate in (fmt, *_FALLBACK.get(fmt, ()), "fp32"):
-            if candidate in self.peak_flops_per_s:
-                return self.peak_flops_per_s[candidate]
-        return max(self.peak_flops_per_s.values())
+        peaks: dict[str, float] = dict(self.peak_flops_per_s)
+        return next(peaks[name] for name in (fmt, *_EMULATED_BY.get(fmt, ()), "fp32") if name in peaks)
 
 
 class LinkSpec(Frozen):
-    """A link tier: unidirectional bytes/s available to each GPU, and the latency of one message."""
+    """A link tier: unidirectional bytes/s available to each GPU, and the latency of one message.
+
+    ``domain_size``: GPUs that one such fabric joins (72 for NVL72, 2 for a bridge); ``beyond_domain`` names the link
+    that joins more. ``None``: as many as the tier has.
+    """
 
     name: str = "link"
     bytes_per_s_per_gpu: Positive
     latency_s: Annotated[float, Field(ge=0)] = 5e-6
     domain_size: Count | None = None
+    beyond_domain: str | None = None
     source: str = "job file"
 
 
-_FALLBACK: dict[str, tuple[str, ...]] = {
-    "fp8_e5m2": ("fp8_e4m3", "bf16", "fp16"),
+# A format without hardware is computed in the next wider format that the device has; fp32 is always there.
+_EMULATED_BY: dict[str, tuple[str, ...]] = {
+    "nvfp4": ("bf16", "fp16"),
+    "mxfp8": ("bf16", "fp16"),
     "fp8_e4m3": ("bf16", "fp16"),
-    "mxfp8": ("fp8_e4m3", "bf16", "fp16"),
-    "nvfp4": ("fp8_e4m3", "bf16", "fp16"),
-    "bf16": ("fp16",) if False else (),
-    "tf32": (),
+    "fp8_e5m2": ("bf16", "fp16"),
 }
 
 
 @functools.cache
-def _catalogue() -> dict[str, Any]:
+def _catalogue() -> dict[str, dict[str, Any]]:
     text = resources.files("dataset_builder.job").joinpath("hardware.yaml").read_text(encoding="utf-8")
-    data: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    data: dict[str, dict[str, Any]] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return data
 
 
@@ -83,11 +102,47 @@ def link_names() -> tuple[str, ...]:
     return tuple(_catalogue()["links"])
 
 
+def canonical_device(name: str) -> str:
+    """The catalogue's spelling of a device; KeyError carries the nearest names when there is none."""
+    return _canonical(name, "devices", "device_aliases")
+
+
+def canonical_link(name: str) -> str:
+    """The catalogue's spelling of a link; KeyError carries the nearest names when there is none."""
+    return _canonical(name, "links", "link_aliases")
+
+
+@functools.cache
 def device(name: str) -> DeviceSpec:
-    """A device of the catalogue; raises KeyError when there is none of that name."""
+    """A device of the catalogue, by its name in any case or an alias; raises KeyError when there is none."""
+    name = canonical_device(name)
     return DeviceSpec(name=name, **_catalogue()["devices"][name])
 
 
-def link(name: str) -> LinkSpec:
-    """A link of the catalogue; raises KeyError when there is none of that name."""
-    return LinkSpec(name=name, **_catalogue()["links"][name])
+@functools.cache
+def link(name: str, gpus_per_node: int = 8) -> LinkSpec:
+    """A link of the catalogue; a node's network cards are shared by its ``gpus_per_node`` GPUs. KeyError: none such."""
+    name = canonical_link(name)
+    facts = dict(_catalogue()["links"][name])
+    per_node = facts.pop("bytes_per_s_per_node", None)
+    if per_node is not None:
+        facts["bytes_per_s_per_gpu"] = per_node / gpus_per_node
+    return LinkSpec(name=name, **facts)
+
+
+def _canonical(name: str, section: str, alias_section: str) -> str:
+    names = _catalogue()[section]
+    if name in names:
+        return name
+    key = _folded(name)
+    folded = {_folded(known): known for known in names}
+    folded |= {_folded(alias): known for alias, known in _catalogue()[alias_section].items()}
+    if key in folded:
+        return folded[key]
+    near = difflib.get_close_matches(key, folded, n=5, cutoff=0.5)
+    raise KeyError(", ".join(dict.fromkeys(folded[match] for match in near)))
+
+
+def _folded(name: str) -> str:
+    """Lower case without the marks that measurement tables put behind a guess."""
+    return re.sub(r"[\s_-]+", "-", re.sub(r"(\?|\(assumed\))$", "", name.strip().lower()).strip())

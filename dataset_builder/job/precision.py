@@ -50,10 +50,10 @@ class PrecisionPolicy(Frozen):
     attention: Literal["fp32", "fp16", "bf16", "fp8"] | None = None
     lm_head: Literal["fp32", "tf32", "fp16", "bf16"] | None = None
     params: StorageFormat | None = None
-    main_params: StorageFormat | Literal["none"] | None = None
+    main_params: Literal["fp32", "fp16", "bf16", "none"] | None = None
     grad_accum: StorageFormat | None = None
     grad_reduce: StorageFormat | None = None
-    param_gather: StorageFormat | Literal["fp8"] | None = None
+    param_gather: Literal["fp32", "fp16", "bf16", "fp8"] | None = None
     optimizer_state: StorageFormat = "fp32"
     loss_scaling: bool = False
     high_precision_layers: HighPrecisionLayers = HighPrecisionLayers()
@@ -67,9 +67,9 @@ class PrecisionPolicy(Frozen):
         if not isinstance(data, dict) or data.get("preset") is None:
             return data
         name = data["preset"]
-        if name not in PRECISION_PRESETS:
-            raise ValueError(f"unknown precision preset {name!r}; one of {', '.join(PRECISION_PRESETS)}")
-        return {**PRECISION_PRESETS[name], **data}
+        if not isinstance(name, str) or name not in PRECISION_PRESETS:
+            raise ValueError(f"preset: got {name!r}; expected one of {', '.join(PRECISION_PRESETS)}")
+        return {**PRECISION_PRESETS[name], **{key: value for key, value in data.items() if value is not None}}
 
     @property
     def is_mixed(self) -> bool:

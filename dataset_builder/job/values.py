@@ -12,8 +12,9 @@ def _whole_number(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("expected a whole number, not true or false")
     if isinstance(value, str):
+        text = value.strip()
         try:
-            value = float(value) if not value.strip().isdigit() else int(value)
+            value = int(text) if text.isdecimal() and len(text) < 20 else float(text)
         except ValueError:
             raise ValueError("expected a whole number such as 4096, '4096' or 1e12") from None
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
@@ -28,4 +29,6 @@ CountOrZero = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, le=2**6
 class Frozen(BaseModel):
     """An immutable value; unknown keys are errors, so that a misspelt key is never ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, protected_namespaces=()
+    )
