@@ -11,7 +11,9 @@ inference (which never imports it): the network reads attributes of whatever bat
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 import torch
 from torch import Tensor, nn
 
@@ -187,31 +189,32 @@ class Predictor(nn.Module):
         exposed = seconds * (1 - message + message * torch.sigmoid(exposure))
         return NodeTimes(seconds, exposed, torch.exp(host), torch.exp(overhead), spread)
 
-    def stage_table(self, batch: GraphBatch, times: NodeTimes) -> StageTable:
-        """Sums node times over every distinct stage; kernels of a microbatch cannot outrun the host."""
-        cells = torch.zeros_like(batch.cell_launches)
-        cells = cells.index_add(0, batch.entry_cell, times.exposed_s[batch.entry_node] * batch.entry_weight)
-        slots = cells.view(-1, NUM_SLOTS)
-        host = (batch.cell_launches * times.host_s_per_launch[batch.cell_graph]).view(-1, NUM_SLOTS)
-        pick = {name: i for i, name in enumerate(SLOTS)}
-        forward = slots[:, pick["forward"]] + slots[:, pick["comm_forward"]]
-        backward = slots[:, pick["backward"]] + slots[:, pick["recompute"]] + slots[:, pick["comm_backward"]]
-        host_forward = host[:, pick["forward"]] + host[:, pick["comm_forward"]]
-        host_backward = host[:, pick["backward"]] + host[:, pick["recompute"]] + host[:, pick["comm_backward"]]
-        iteration = slots[:, pick["optimizer"]] + slots[:, pick["comm_iteration"]]
-        return StageTable(
-            slots=slots,
-            forward_s=_at_least(forward, host_forward),
-            backward_s=_at_least(backward, host_backward),
-            iteration_s=_at_least(iteration, host[:, pick["optimizer"]]),
-            hop_s=slots[:, pick["hop"]],
-        )
-
     def forward(self, batch: GraphBatch) -> tuple[Tensor, NodeTimes, StageTable]:
         """Iteration seconds [B], node times and stage table."""
         times = self.node_times(batch)
-        table = self.stage_table(batch, times)
+        table = stage_table(batch, times)
         return iteration_times(batch, table, times.overhead_s), times, table
+
+
+def stage_table(batch: GraphBatch, times: NodeTimes) -> StageTable:
+    """Sums node times over every distinct stage; kernels of a microbatch cannot outrun the host."""
+    cells = torch.zeros_like(batch.cell_launches)
+    cells = cells.index_add(0, batch.entry_cell, times.exposed_s[batch.entry_node] * batch.entry_weight)
+    slots = cells.view(-1, NUM_SLOTS)
+    host = (batch.cell_launches * times.host_s_per_launch[batch.cell_graph]).view(-1, NUM_SLOTS)
+    pick = {name: i for i, name in enumerate(SLOTS)}
+    forward = slots[:, pick["forward"]] + slots[:, pick["comm_forward"]]
+    backward = slots[:, pick["backward"]] + slots[:, pick["recompute"]] + slots[:, pick["comm_backward"]]
+    host_forward = host[:, pick["forward"]] + host[:, pick["comm_forward"]]
+    host_backward = host[:, pick["backward"]] + host[:, pick["recompute"]] + host[:, pick["comm_backward"]]
+    iteration = slots[:, pick["optimizer"]] + slots[:, pick["comm_iteration"]]
+    return StageTable(
+        slots=slots,
+        forward_s=_at_least(forward, host_forward),
+        backward_s=_at_least(backward, host_backward),
+        iteration_s=_at_least(iteration, host[:, pick["optimizer"]]),
+        hop_s=slots[:, pick["hop"]],
+    )
 
 
 def _at_least(device_s: Tensor, host_s: Tensor) -> Tensor:
@@ -233,3 +236,40 @@ def iteration_times(batch: GraphBatch, table: StageTable, overhead_s: Tensor) ->
             busy = DifferentiableMakespan.apply(table.forward_s[index], table.backward_s[index], hop, shape)
         results.append(busy + tail)
     return torch.stack(results) + overhead_s
+
+
+class Ensemble(nn.Module):
+    """Several networks of one configuration; node times are their geometric means, so every figure stays consistent."""
+
+    def __init__(self, members: Sequence[Predictor]) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(members)
+
+    @classmethod
+    def from_tensors(cls, config: NetworkConfig, tensors: Mapping[str, Tensor]) -> Ensemble:
+        """Rebuilds the ensemble that :meth:`torch.nn.Module.state_dict` described; raises RuntimeError on a mismatch."""
+        count = 1 + max(int(name.split(".")[1]) for name in tensors)
+        ensemble = cls([Predictor(config) for _ in range(count)])
+        ensemble.load_state_dict(dict(tensors))
+        return ensemble.eval()
+
+    def node_times(self, batch: GraphBatch) -> NodeTimes:
+        """Geometric means of the members' node times"""
+        each = [cast(Predictor, member).node_times(batch) for member in self.members]
+
+        def mean(pick: Callable[[NodeTimes], Tensor]) -> Tensor:
+            return torch.stack([pick(times).clamp(min=1e-12).log() for times in each]).mean(0).exp()
+
+        return NodeTimes(
+            seconds=mean(lambda t: t.seconds),
+            exposed_s=mean(lambda t: t.exposed_s),
+            host_s_per_launch=mean(lambda t: t.host_s_per_launch),
+            overhead_s=mean(lambda t: t.overhead_s),
+            log_spread=torch.stack([times.log_spread for times in each]).mean(0),
+        )
+
+    def forward(self, batch: GraphBatch) -> tuple[Tensor, NodeTimes, StageTable]:
+        """Iteration seconds [B], node times and stage table."""
+        times = self.node_times(batch)
+        table = stage_table(batch, times)
+        return iteration_times(batch, table, times.overhead_s), times, table
