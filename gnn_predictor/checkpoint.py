@@ -22,7 +22,8 @@ import safetensors.torch
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gnn_predictor.features import FEATURE_HASH
+from gnn_predictor.domain import Domain
+from gnn_predictor.features import feature_hash
 
 FORMAT_VERSION = 1
 MODEL_FILE, CONFIG_FILE, METRICS_FILE, CARD_FILE = "model.safetensors", "config.json", "metrics.json", "README.md"
@@ -40,41 +41,34 @@ class _Value(BaseModel):
 
 
 class Interval(_Value):
-    """Split-conformal bounds of log(measured / predicted): a share ``level`` of runs lies between them.
+    """Split-conformal bounds of log(measured / predicted), in multiples of the spread the network expects of the job.
 
-    Outside the training domain both bounds are ``out_of_domain_factor`` times as far away.
+    A share ``level`` of runs lies between ``-low`` and ``high`` spreads; outside the training domain the bounds are
+    ``out_of_domain_factor`` times as far away.
     """
 
     level: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    log_low: Annotated[float, Field(le=0)] = -0.25
-    log_high: Annotated[float, Field(ge=0)] = 0.25
+    low: Annotated[float, Field(ge=0)] = 3.0
+    high: Annotated[float, Field(ge=0)] = 3.0
     out_of_domain_factor: Annotated[float, Field(ge=1)] = 2.0
-
-
-class Domain(_Value):
-    """What the training runs covered: names seen, and the range of each size (lowest, highest)."""
-
-    gpus: tuple[str, ...] = ()
-    precisions: tuple[str, ...] = ()
-    ranges: dict[str, tuple[float, float]] = {}
 
 
 class CheckpointConfig(_Value):
     """``config.json``: identity, compatibility, and every number the weights need beside themselves."""
 
     format_version: int = FORMAT_VERSION
-    feature_hash: str
+    feature_hash: str = Field(default_factory=feature_hash)
     corpus_hash: str
     name: str
-    network: dict[str, Any]
+    network: dict[str, Any]  # fields of gnn_predictor.network.NetworkConfig
     interval: Interval = Interval()
     domain: Domain = Domain()
     training: dict[str, Any] = {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A checkpoint in memory; ``tensors`` is the network's state dictionary."""
+    """A checkpoint in memory, equal only to itself; ``tensors`` is the network's state dictionary."""
 
     config: CheckpointConfig
     tensors: Mapping[str, torch.Tensor]
@@ -98,7 +92,8 @@ def load_checkpoint(path: str | os.PathLike[str] | None = None) -> Checkpoint:
     if not directory.is_dir():
         what = "no such directory" if not directory.exists() else "not a directory"
         raise CheckpointError(f"checkpoint {directory}: {what}; expected one with {CONFIG_FILE} and {MODEL_FILE}")
-    return _load(directory.resolve(), tuple(_stamp(directory, name) for name in (CONFIG_FILE, MODEL_FILE, METRICS_FILE)))
+    stamps = tuple(_stamp(directory, name) for name in (CONFIG_FILE, MODEL_FILE, METRICS_FILE))
+    return _load(directory.resolve(), stamps)
 
 
 @functools.lru_cache(maxsize=8)
@@ -183,10 +178,10 @@ def _read_config(directory: Path) -> CheckpointConfig:
     except ValidationError as error:
         reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
         raise CheckpointError(f"checkpoint {file}: {reasons}") from None
-    if config.feature_hash != FEATURE_HASH:
+    if config.feature_hash != feature_hash():
         raise CheckpointError(
             f"checkpoint {file}: feature_hash: {config.feature_hash!r}, but this package computes the features "
-            f"{FEATURE_HASH!r}; use the package version it was trained with, or train it again"
+            f"{feature_hash()!r}; use the package version it was trained with, or train it again"
         )
     return config
 

@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--set", metavar="KEY.PATH=VALUE", action="append", default=[], help="overrides a value of the job file"
     )
-    parser.add_argument("--force", action="store_true", help="predict a job that cannot run, where a number has meaning")
+    parser.add_argument("--force", action="store_true", help="predict even a job that cannot run")
     parser.add_argument("--version", action="version", version=f"gnn-predictor {__version__}")
     return parser
 

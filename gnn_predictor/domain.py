@@ -1,0 +1,60 @@
+"""The range of jobs a predictor was trained on, and what of a job lies outside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from pydantic import BaseModel, ConfigDict
+
+from dataset_builder.job.schema import TrainingJob
+
+# Sizes just past the largest one measured are still interpolation in the logarithms that the network sees.
+_MARGIN = 1.25
+
+
+class Domain(BaseModel):
+    """What the training runs covered: names seen, and the (lowest, highest) value of each size."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    gpus: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+    ranges: dict[str, tuple[float, float]] = {}
+
+
+def domain_of(jobs: Iterable[TrainingJob]) -> Domain:
+    """The smallest domain that holds all of these jobs."""
+    gpus: set[str] = set()
+    precisions: set[str] = set()
+    ranges: dict[str, tuple[float, float]] = {}
+    for job in jobs:
+        gpus.add(job.cluster.gpu.name)
+        precisions.add(job.precision.label)
+        for name, value in _sizes(job).items():
+            low, high = ranges.get(name, (value, value))
+            ranges[name] = (min(low, value), max(high, value))
+    return Domain(gpus=tuple(sorted(gpus)), precisions=tuple(sorted(precisions)), ranges=ranges)
+
+
+def outside(job: TrainingJob, domain: Domain) -> tuple[str, ...]:
+    """One sentence for each way in which ``job`` (a resolved one) is unlike everything the predictor was trained on."""
+    reasons = []
+    if job.cluster.gpu.name not in domain.gpus:
+        reasons.append(f"cluster.gpu: no run on {job.cluster.gpu.name} was in the training data")
+    if job.precision.label not in domain.precisions:
+        reasons.append(f"precision: no run in {job.precision.label} was in the training data")
+    for name, value in _sizes(job).items():
+        low, high = domain.ranges.get(name, (value, value))
+        if not low / _MARGIN <= value <= high * _MARGIN:
+            reasons.append(f"{name}: {value:g} is outside the training data's {low:g} to {high:g}")
+    return tuple(reasons)
+
+
+def _sizes(job: TrainingJob) -> Mapping[str, float]:
+    return {
+        "model.hidden_size": float(job.model.hidden_size),
+        "model.num_layers": float(job.model.num_layers),
+        "batch.seq_length": float(job.batch.seq_length),
+        "batch.global_batch_size": float(job.batch.global_batch_size),
+        "number of GPUs": float(job.cluster.num_gpus),
+    }

@@ -1,0 +1,472 @@
+"""A job in, its predicted iteration time out: per pipeline stage, by kind of work, with an interval and warnings.
+
+All times in seconds. Of every stage
+
+    total_s = microbatches * (forward_s + backward_s + recompute_s) + communication_exposed_s + optimizer_s + overhead_s
+    iteration_time_s = total_s + bubble_s
+
+and the critical path through all stages is the sum of ``by_kind`` and ``exposed_communication``.
+(The file is not named ``predict``: that name in the package is the function.)
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from os import PathLike
+from typing import Any, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dataset_builder.job.errors import CannotRunError
+from dataset_builder.job.flops import model_flops_per_sequence
+from dataset_builder.job.hardware import DeviceSpec
+from dataset_builder.job.precision import PrecisionPolicy
+from dataset_builder.job.schema import TrainingJob
+from dataset_builder.tracing.graph import COLLECTIVES, TrainingGraph
+from dataset_builder.tracing.layout import RankLayout, rank_layout, unsupported_formats
+from dataset_builder.tracing.trace import build_graph
+from gnn_predictor import __version__
+from gnn_predictor.batch import collate
+from gnn_predictor.checkpoint import Checkpoint, Interval, load_checkpoint
+from gnn_predictor.domain import outside
+from gnn_predictor.features import AXES, NUM_SLOTS, SLOTS, GraphArrays, featurize
+from gnn_predictor.memory import StageMemory, stage_memory
+from gnn_predictor.network import NetworkConfig, Predictor
+from gnn_predictor.schedule import Makespan, PipelineShape, pipeline_makespan
+
+Floats = NDArray[np.float64]
+
+SCHEMA_VERSION = 1
+MFU_CONVENTION = "causal attention, no recompute, dense peak of the GEMM format"
+_SLOT = {name: index for index, name in enumerate(SLOTS)}
+_JOBS_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StagePrediction:
+    """One pipeline stage; forward, backward and recompute per microbatch, the rest per iteration."""
+
+    stage: int
+    layers: tuple[int, ...]
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    communication_exposed_s: float
+    bubble_s: float
+    optimizer_s: float
+    overhead_s: float
+    total_s: float
+    memory: StageMemory
+
+    @property
+    def peak_memory_bytes(self) -> float:
+        return self.memory.total
+
+    def to_dict(self) -> dict[str, Any]:
+        """The stage as in the command's JSON; ``layers`` is the first and the last (absent without layers)."""
+        times = {key: value for key, value in _fields(self).items() if key not in ("layers", "memory", "stage")}
+        memory = {key: getattr(self.memory, key) for key in ("params", "grads", "optimizer", "activations", "other")}
+        return {
+            "stage": self.stage,
+            "layers": [self.layers[0], self.layers[-1]] if self.layers else [],
+            "num_layers": len(self.layers),
+            **times,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "memory": memory,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Where the critical path's seconds go. ``host`` is time in which the device waits for the host."""
+
+    by_kind: Mapping[str, float]
+    by_dtype: Mapping[str, float]
+    exposed_communication: Mapping[str, float]
+    overlapped_communication: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """A whole training run."""
+
+    steps: int
+    hours: float
+    gpu_hours: float
+    usd: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What ``infer`` answers. ``job`` is the resolved job, its defaults filled in."""
+
+    job: TrainingJob
+    num_microbatches: int
+    data_parallel: int
+    iteration_time_s: float
+    iteration_time_low_s: float
+    iteration_time_high_s: float
+    interval: float
+    stages: tuple[StagePrediction, ...]
+    breakdown: Breakdown
+    fits_memory: bool
+    in_domain: bool
+    warnings: tuple[str, ...]
+    provenance: Mapping[str, Any]
+
+    @property
+    def tokens_per_iteration(self) -> int:
+        """Tokens that one optimizer step sees; source and target of an encoder-decoder."""
+        batch = self.job.batch
+        target = (batch.target_seq_length or 0) if self.job.model.architecture == "encoder_decoder" else 0
+        return batch.global_batch_size * (batch.seq_length + target)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens_per_iteration / self.iteration_time_s
+
+    @property
+    def model_flops_per_iteration(self) -> float:
+        batch = self.job.batch
+        return batch.global_batch_size * model_flops_per_sequence(
+            self.job.model, batch.seq_length, batch.target_seq_length
+        )
+
+    @property
+    def model_flops_per_s_per_gpu(self) -> float:
+        return self.model_flops_per_iteration / self.iteration_time_s / self.job.cluster.num_gpus
+
+    @property
+    def mfu(self) -> float:
+        """Share of the device's dense peak in the format of the linear layers' GEMMs (0 to 1)."""
+        return self.model_flops_per_s_per_gpu / _gemm_peak(self.job.cluster.gpu, self.job.precision)
+
+    @property
+    def total(self) -> Total | None:
+        """Time and cost of the whole training; ``None`` when the job does not say how long it trains."""
+        training, batch = self.job.training, self.job.batch
+        if training is None:
+            return None
+        if training.steps is not None:
+            steps = training.steps
+        elif training.samples is not None:
+            steps = training.samples / batch.global_batch_size
+        elif training.tokens is not None:
+            steps = training.tokens / self.tokens_per_iteration
+        else:
+            return None
+        whole_steps = math.ceil(steps)
+        hours = whole_steps * self.iteration_time_s / 3600
+        gpu_hours = hours * self.job.cluster.num_gpus
+        price = self.job.price
+        return Total(whole_steps, hours, gpu_hours, gpu_hours * price.usd_per_gpu_hour if price else None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The value that ``infer --format json`` prints (see ``report/prediction.schema.json``)."""
+        gpus = self.job.cluster.num_gpus
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "job": self.job.model_dump(mode="json"),
+            "iteration_time_s": self.iteration_time_s,
+            "iteration_time_low_s": self.iteration_time_low_s,
+            "iteration_time_high_s": self.iteration_time_high_s,
+            "interval": self.interval,
+            "num_microbatches": self.num_microbatches,
+            "tokens_per_iteration": self.tokens_per_iteration,
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_per_gpu": self.tokens_per_s / gpus,
+            "model_flops_per_iteration": self.model_flops_per_iteration,
+            "model_tflops_per_s_per_gpu": self.model_flops_per_s_per_gpu / 1e12,
+            "mfu": self.mfu,
+            "mfu_convention": MFU_CONVENTION,
+            "stages": [stage.to_dict() for stage in self.stages],
+            "breakdown": {key: dict(value) for key, value in _fields(self.breakdown).items()},
+            "fits_memory": self.fits_memory,
+            "in_domain": self.in_domain,
+            "warnings": list(self.warnings),
+            "total": asdict(self.total) if self.total else None,
+            "provenance": dict(self.provenance),
+        }
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}
+
+
+@overload
+def predict(
+    job: TrainingJob, checkpoint: str | PathLike[str] | Checkpoint | None = None, force: bool = False
+) -> Prediction: ...
+@overload
+def predict(
+    job: Sequence[TrainingJob], checkpoint: str | PathLike[str] | Checkpoint | None = None, force: bool = False
+) -> list[Prediction]: ...
+def predict(
+    job: TrainingJob | Sequence[TrainingJob],
+    checkpoint: str | PathLike[str] | Checkpoint | None = None,
+    force: bool = False,
+) -> Prediction | list[Prediction]:
+    """Predicts one job, or several at once; ``checkpoint`` is a directory or a loaded one (default: the released one).
+
+    Raises CannotRunError (exit code 4) when a layout does not divide or, without ``force``, when the device lacks a
+    format or the memory; CheckpointError (exit code 3) when the checkpoint cannot be used.
+    """
+    jobs = [job] if isinstance(job, TrainingJob) else list(job)
+    traced = [_trace(each, force) for each in jobs]
+    loaded = checkpoint if isinstance(checkpoint, Checkpoint) else load_checkpoint(checkpoint)
+    predictions: list[Prediction] = []
+    for start in range(0, len(traced), _JOBS_AT_ONCE):
+        predictions += _predict_batch(traced[start : start + _JOBS_AT_ONCE], loaded)
+    return predictions[0] if isinstance(job, TrainingJob) else predictions
+
+
+@dataclass(frozen=True)
+class _TracedJob:
+    """All that is known of a job before the network sees it."""
+
+    job: TrainingJob
+    layout: RankLayout
+    graph: TrainingGraph
+    memory: tuple[StageMemory, ...]
+    arrays: GraphArrays
+    warnings: tuple[str, ...]
+
+    @property
+    def fits_memory(self) -> bool:
+        return max(stage.total for stage in self.memory) <= self.job.cluster.gpu.hbm_bytes
+
+
+def _trace(job: TrainingJob, force: bool) -> _TracedJob:
+    job = job.resolved()
+    layout = rank_layout(job)
+    graph = build_graph(job)
+    memory = tuple(stage_memory(stage, job, layout) for stage in graph.stages)
+    obstacles = [*unsupported_formats(job), *_memory_obstacles(memory, job)]
+    if obstacles and not force:
+        raise CannotRunError([f"{each} (--force predicts anyway)" for each in obstacles], source=job.name or "job")
+    warnings = (*obstacles, *(f"assumed: {sentence}" for sentence in job.assumed))
+    return _TracedJob(job, layout, graph, memory, featurize(job, graph, layout), warnings)
+
+
+def _memory_obstacles(memory: Sequence[StageMemory], job: TrainingJob) -> list[str]:
+    available = job.cluster.gpu.hbm_bytes
+    worst = max(range(len(memory)), key=lambda stage: memory[stage].total)
+    need = memory[worst]
+    if need.total <= available:
+        return []
+    parts = ("params", "grads", "optimizer", "activations", "other")
+    arithmetic = " + ".join(f"{part} {getattr(need, part) / 1e9:.1f}" for part in parts)
+    return [
+        f"memory: stage {worst} needs {need.total / 1e9:.1f} GB per GPU ({arithmetic}), "
+        f"{job.cluster.gpu.name} has {available / 1e9:.1f} GB"
+    ]
+
+
+@functools.lru_cache(maxsize=4)
+def _network(checkpoint: Checkpoint) -> Predictor:
+    settings = {key: tuple(v) if isinstance(v, list) else v for key, v in checkpoint.config.network.items()}
+    network = Predictor(NetworkConfig(**settings))
+    network.load_state_dict(dict(checkpoint.tensors))
+    return network.eval()
+
+
+def _predict_batch(traced: Sequence[_TracedJob], checkpoint: Checkpoint) -> list[Prediction]:
+    network = _network(checkpoint)
+    batch = collate([each.arrays for each in traced], network.config.devices)
+    with torch.inference_mode():
+        _, times, table = network(batch)
+    answer = _Answer(
+        node_graph=batch.node_graph.numpy(),
+        seconds=_numpy(times.seconds),
+        exposed_s=_numpy(times.exposed_s),
+        overhead_s=_numpy(times.overhead_s),
+        spread=np.exp(_numpy(times.log_spread)),
+        slots=_numpy(table.slots),
+        forward_s=_numpy(table.forward_s),
+        backward_s=_numpy(table.backward_s),
+        iteration_s=_numpy(table.iteration_s),
+        hop_s=_numpy(table.hop_s),
+    )
+    return [
+        _prediction(each, _JobTimes.of(answer, index, batch.stage_rows[index], batch.shapes[index]), checkpoint)
+        for index, each in enumerate(traced)
+    ]
+
+
+def _numpy(tensor: torch.Tensor) -> Floats:
+    return tensor.double().numpy()
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The network's answer for a batch, as float64: N nodes, K distinct stages, B jobs."""
+
+    node_graph: NDArray[np.int64]  # [N]
+    seconds: Floats  # [N]
+    exposed_s: Floats  # [N]
+    overhead_s: Floats  # [B]
+    spread: Floats  # [B]
+    slots: Floats  # [K, NUM_SLOTS]
+    forward_s: Floats  # [K]
+    backward_s: Floats  # [K]
+    iteration_s: Floats  # [K]
+    hop_s: Floats  # [K]
+
+
+@dataclass(frozen=True)
+class _JobTimes:
+    """The network's answer for one job: n nodes, S pipeline stages."""
+
+    seconds: Floats  # [n]
+    exposed_s: Floats  # [n]
+    overhead_s: float
+    spread: float
+    slots: Floats  # [S, NUM_SLOTS]
+    forward_s: Floats  # [S]
+    backward_s: Floats  # [S]
+    iteration_s: Floats  # [S]
+    path: Makespan
+    hop_s: float
+
+    @classmethod
+    def of(cls, answer: _Answer, index: int, stages: Sequence[int], shape: PipelineShape) -> _JobTimes:
+        rows, nodes = list(stages), answer.node_graph == index
+        forward, backward, hop = answer.forward_s[rows], answer.backward_s[rows], float(answer.hop_s[rows].mean())
+        if shape.num_ranks == 1:
+            counts = np.array([float(shape.num_microbatches)])
+            path = Makespan(float((forward + backward)[0]) * shape.num_microbatches, counts, counts, 0.0)
+        else:
+            path = pipeline_makespan(shape, forward.tolist(), backward.tolist(), hop)
+        return cls(
+            seconds=answer.seconds[nodes],
+            exposed_s=answer.exposed_s[nodes],
+            overhead_s=float(answer.overhead_s[index]),
+            spread=float(answer.spread[index]),
+            slots=answer.slots[rows],
+            forward_s=forward,
+            backward_s=backward,
+            iteration_s=answer.iteration_s[rows],
+            path=path,
+            hop_s=hop,
+        )
+
+
+def _prediction(traced: _TracedJob, times: _JobTimes, checkpoint: Checkpoint) -> Prediction:
+    breakdown = _breakdown(traced, times)
+    iteration_s = sum(breakdown.by_kind.values()) + sum(breakdown.exposed_communication.values())
+    outside_reasons = outside(traced.job, checkpoint.config.domain)
+    low, high = _bounds(iteration_s, times.spread, checkpoint.config.interval, not outside_reasons)
+    return Prediction(
+        job=traced.job,
+        num_microbatches=traced.layout.num_microbatches,
+        data_parallel=traced.layout.data,
+        iteration_time_s=iteration_s,
+        iteration_time_low_s=low,
+        iteration_time_high_s=high,
+        interval=checkpoint.config.interval.level,
+        stages=_stages(traced, times, iteration_s),
+        breakdown=breakdown,
+        fits_memory=traced.fits_memory,
+        in_domain=not outside_reasons,
+        warnings=(*traced.warnings, *(f"outside the training data: {reason}" for reason in outside_reasons)),
+        provenance={
+            "checkpoint": checkpoint.config.name,
+            "format_version": checkpoint.config.format_version,
+            "corpus": checkpoint.config.corpus_hash,
+            "version": __version__,
+        },
+    )
+
+
+def _bounds(seconds: float, spread: float, interval: Interval, in_domain: bool) -> tuple[float, float]:
+    factor = spread * (1.0 if in_domain else interval.out_of_domain_factor)
+    # e^5 is a factor of 148: beyond it an interval says nothing, and must not overflow.
+    return seconds * math.exp(-min(interval.low * factor, 5.0)), seconds * math.exp(min(interval.high * factor, 5.0))
+
+
+def _stages(traced: _TracedJob, times: _JobTimes, iteration_s: float) -> tuple[StagePrediction, ...]:
+    microbatches = traced.layout.num_microbatches
+    stages = []
+    for index, facts in enumerate(traced.graph.stages):
+        slot = dict(zip(SLOTS, times.slots[index].tolist(), strict=True))
+        busy = microbatches * (times.forward_s[index] + times.backward_s[index]) + times.iteration_s[index]
+        total = float(busy) + times.overhead_s
+        stages.append(
+            StagePrediction(
+                stage=index,
+                layers=facts.layers,
+                forward_s=float(times.forward_s[index]) - slot["comm_forward"],
+                backward_s=float(times.backward_s[index]) - slot["recompute"] - slot["comm_backward"],
+                recompute_s=slot["recompute"],
+                communication_exposed_s=microbatches * (slot["comm_forward"] + slot["comm_backward"])
+                + slot["comm_iteration"],
+                bubble_s=max(0.0, iteration_s - total),
+                optimizer_s=float(times.iteration_s[index]) - slot["comm_iteration"],
+                overhead_s=times.overhead_s,
+                total_s=total,
+                memory=traced.memory[index],
+            )
+        )
+    return tuple(stages)
+
+
+def _breakdown(traced: _TracedJob, times: _JobTimes) -> Breakdown:
+    """Sums node times along the critical path, which runs stage s's forward ``forward_counts[s]`` times, and so on."""
+    arrays, nodes = traced.arrays, traced.graph.nodes
+    weight = arrays.entry_weight.astype(np.float64) * _executions(arrays, times)[arrays.entry_cell]
+    per_node = np.bincount(arrays.entry_node, weights=weight, minlength=len(nodes))
+    exposed = per_node * times.exposed_s
+    hidden = per_node * times.seconds - exposed
+    by_kind: dict[str, float] = defaultdict(float)
+    by_dtype: dict[str, float] = defaultdict(float)
+    exposed_axis, hidden_axis = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0)
+    for node, seconds, hidden_s in zip(nodes, exposed.tolist(), hidden.tolist(), strict=True):
+        if node.kind in COLLECTIVES:
+            axis = node.axis or "data"
+            exposed_axis[axis] += seconds
+            hidden_axis[axis] += hidden_s
+        elif seconds:
+            by_kind[node.kind] += seconds
+            by_dtype[node.input_dtype] += seconds
+    by_kind["host"] = by_dtype["host"] = _host_s(times)
+    return Breakdown(_largest_first(by_kind), _largest_first(by_dtype), exposed_axis, hidden_axis)
+
+
+def _executions(arrays: GraphArrays, times: _JobTimes) -> Floats:
+    """How often the critical path runs each cell (distinct stage and slot). [K * NUM_SLOTS]"""
+    path, last = times.path, int(times.iteration_s.argmax())
+    executions = np.zeros((len(arrays.cell_launches) // NUM_SLOTS, NUM_SLOTS))
+    for stage, row in enumerate(arrays.stage_class.tolist()):
+        executions[row, [_SLOT["forward"], _SLOT["comm_forward"]]] += path.forward_counts[stage]
+        executions[row, [_SLOT["backward"], _SLOT["recompute"], _SLOT["comm_backward"]]] += path.backward_counts[stage]
+        executions[row, _SLOT["hop"]] += path.hop_counts / len(arrays.stage_class)
+        if stage == last:
+            executions[row, [_SLOT["optimizer"], _SLOT["comm_iteration"]]] += 1.0
+    return executions.reshape(-1)
+
+
+def _host_s(times: _JobTimes) -> float:
+    """Seconds of the critical path in which the device waits for the host: slow launches, and what every step costs."""
+    slot = {name: times.slots[:, index] for name, index in _SLOT.items()}
+    forward = times.forward_s - slot["forward"] - slot["comm_forward"]
+    backward = times.backward_s - slot["backward"] - slot["recompute"] - slot["comm_backward"]
+    last = int(times.iteration_s.argmax())
+    step = times.iteration_s[last] - slot["optimizer"][last] - slot["comm_iteration"][last]
+    waiting = float(times.path.forward_counts @ forward + times.path.backward_counts @ backward + step)
+    return max(0.0, waiting) + times.overhead_s
+
+
+def _largest_first(seconds: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def _gemm_peak(device: DeviceSpec, policy: PrecisionPolicy) -> float:
+    if policy.linear == "same":
+        return device.peak(policy.compute)
+    return device.peak(policy.linear if policy.linear in ("mxfp8", "nvfp4") else "fp8_e4m3")

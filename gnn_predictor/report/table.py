@@ -1,0 +1,117 @@
+"""A prediction as text for people: headline, stages, where the time goes, what was assumed."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dataset_builder.job.model import num_parameters
+from gnn_predictor.prediction import MFU_CONVENTION, Prediction
+
+# Wide enough for the stage table when there is no terminal whose width could be asked for.
+_PLAIN_WIDTH = 120
+
+
+def print_table(prediction: Prediction, stream: TextIO) -> None:
+    """Writes the prediction to ``stream``, in colour if that is a terminal."""
+    console = Console(file=stream, width=None if stream.isatty() else _PLAIN_WIDTH, highlight=False, soft_wrap=False)
+    for line in _headline(prediction):
+        console.print(line)
+    console.print(_stage_table(prediction))
+    console.print(_breakdown_table(prediction))
+    for warning in prediction.warnings:
+        console.print(Text(f"! {warning}", style="yellow"))
+    provenance = prediction.provenance
+    console.print(Text(f"checkpoint {provenance['checkpoint']}, corpus {provenance['corpus']}", style="dim"))
+
+
+def seconds_text(seconds: float) -> str:
+    """Three significant digits in the unit that suits them."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale:
+            return f"{_three_digits(seconds / scale)} {unit}"
+    return "0" if seconds <= 0 else f"{seconds * 1e9:.3g} ns"
+
+
+def quantity_text(value: float) -> str:
+    """A count with its decimal prefix: 70.6 B."""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{_three_digits(value / scale)} {unit}"
+    return f"{value:g}"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _headline(prediction: Prediction) -> list[Text]:
+    job, gpus = prediction.job, prediction.job.cluster.num_gpus
+    plan, batch = job.parallel, job.batch
+    layout = (
+        f"TP{plan.tensor} PP{plan.pipeline} DP{prediction.data_parallel} CP{plan.context} EP{plan.expert}, "
+        f"{plan.schedule or '1f1b'} of {prediction.num_microbatches} microbatches, sharding {plan.sharding or 'none'}"
+    )
+    name = job.name or job.model.name or "job"
+    lines = [
+        Text(f"{name}: {seconds_text(prediction.iteration_time_s)} per iteration", "bold"),
+        Text(
+            f"{prediction.interval:.0%} interval {seconds_text(prediction.iteration_time_low_s)} to "
+            f"{seconds_text(prediction.iteration_time_high_s)}"
+        ),
+        Text(
+            f"{quantity_text(num_parameters(job.model))} parameters, {gpus} x {job.cluster.gpu.name}, "
+            f"precision {job.precision.preset or job.precision.label}"
+        ),
+        Text(layout),
+        Text(
+            f"{prediction.tokens_per_iteration:,} tokens per step ({batch.global_batch_size} sequences of "
+            f"{batch.seq_length}), {prediction.tokens_per_s:,.0f} tokens/s, "
+            f"{prediction.tokens_per_s / gpus:,.0f} per GPU"
+        ),
+        Text(
+            f"{prediction.model_flops_per_s_per_gpu / 1e12:,.1f} TFLOP/s per GPU, MFU {prediction.mfu:.1%} "
+            f"({MFU_CONVENTION})"
+        ),
+    ]
+    total = prediction.total
+    if total:
+        cost = f", {total.usd:,.0f} USD" if total.usd is not None else ""
+        lines.append(Text(f"{total.steps:,} steps: {total.hours:,.1f} h, {total.gpu_hours:,.0f} GPU hours{cost}"))
+    return lines
+
+
+def _stage_table(prediction: Prediction) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="Pipeline stages", title_justify="left", pad_edge=False)
+    for name in ("stage", "layers", "forward", "backward", "recompute", "exposed comm", "optimizer", "total", "bubble"):
+        table.add_column(name, justify="right")
+    table.add_column("memory", justify="right")
+    for stage in prediction.stages:
+        times = (
+            stage.forward_s, stage.backward_s, stage.recompute_s, stage.communication_exposed_s, stage.optimizer_s,
+            stage.total_s, stage.bubble_s,
+        )  # fmt: skip
+        memory = f"{stage.peak_memory_bytes / 1e9:.1f} GB"
+        table.add_row(str(stage.stage), str(len(stage.layers)), *map(seconds_text, times), memory)
+    table.caption = "forward, backward and recompute per microbatch; the rest per iteration"
+    table.caption_justify = "left"
+    return table
+
+
+def _breakdown_table(prediction: Prediction) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="Critical path", title_justify="left", pad_edge=False)
+    table.add_column("part")
+    table.add_column("time", justify="right")
+    table.add_column("share", justify="right")
+    whole = prediction.iteration_time_s
+    parts = dict(prediction.breakdown.by_kind)
+    exposed = prediction.breakdown.exposed_communication
+    parts |= {f"{axis} communication (exposed)": seconds for axis, seconds in exposed.items()}
+    for name, seconds in sorted(parts.items(), key=lambda part: -part[1]):
+        if seconds > 0:
+            table.add_row(name, seconds_text(seconds), f"{seconds / whole:.1%}")
+    return table
