@@ -38,7 +38,7 @@ from gnn_predictor.baselines import (
 )
 from gnn_predictor.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from gnn_predictor.metrics import BASELINE_PREFIX, evaluation_metrics
-from gnn_predictor.predict import Prediction, predict
+from gnn_predictor.prediction import Prediction, predict
 
 COLUMNS = (
     "run_id", "iter_time_s", "predicted_iter_time_s", "predicted_low_s", "predicted_high_s", "peak_mem_gb",
