@@ -7,7 +7,7 @@ Every example's features come from :mod:`gnn_predictor.features`; labels are sec
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -122,6 +122,12 @@ class OperatorExamples:
 
     def __len__(self) -> int:
         return len(self.place)
+
+    def select(self, rows: Tensor) -> OperatorExamples:
+        """The operators at these positions."""
+        columns = ("node_features", "node_formats", "log_roofline_s", "launches", "is_message", "log_seconds", "place")
+        chosen = {name: getattr(self, name)[rows] for name in columns}
+        return replace(self, table=self.table.iloc[rows.numpy()].reset_index(drop=True), **chosen)
 
     def batch(self, rows: Tensor) -> GraphBatch:
         """These operators as isolated nodes."""

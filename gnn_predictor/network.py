@@ -245,6 +245,10 @@ class Ensemble(nn.Module):
         super().__init__()
         self.members = nn.ModuleList(members)
 
+    @property
+    def config(self) -> NetworkConfig:
+        return cast(Predictor, self.members[0]).config
+
     @classmethod
     def from_tensors(cls, config: NetworkConfig, tensors: Mapping[str, Tensor]) -> Ensemble:
         """Rebuilds the ensemble that :meth:`torch.nn.Module.state_dict` described; raises RuntimeError on a mismatch."""

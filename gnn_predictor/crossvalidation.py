@@ -1,0 +1,167 @@
+"""Held-out predictions: every split of a protocol is trained without its test groups and predicts them.
+
+Fits are independent tasks, run in worker processes (one thread each, so two cores run two), and each leaves its result
+in the working directory: an interrupted training continues where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+from dataset_builder.corpus.splits import Split, fold_of
+from gnn_predictor.batch import collate
+from gnn_predictor.dataset import OperatorExamples, RunExamples
+from gnn_predictor.features import GraphArrays
+from gnn_predictor.fitting import FitSettings, fit
+from gnn_predictor.network import Ensemble, NetworkConfig, Predictor
+
+_GRAPHS_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class FitTask:
+    """One network to train: a name that is also its file's, and the rows it may see."""
+
+    name: str
+    settings: FitSettings
+    runs: tuple[int, ...]
+    operators: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """What every fit shares."""
+
+    config: NetworkConfig
+    runs: RunExamples
+    operators: OperatorExamples
+    directory: Path
+    num_workers: int
+
+
+def split_tasks(split: Split, shop: Workshop, settings: FitSettings, members: int) -> list[FitTask]:
+    """The fits of one split, a member each. Operators of hidden formats, and a fifth of all shapes, stay unseen."""
+    table = shop.operators.table
+    fold = int.from_bytes(split.name.encode(), "big") % 5
+    held_out = held_out_operators(shop.operators, fold)
+    seen = ~held_out & ~table["dtype"].isin(split.hidden_op_dtypes).to_numpy(bool)
+    operators = tuple(np.flatnonzero(seen).tolist())
+    return [
+        FitTask(f"{split.name}.{member}", replace(settings, seed=settings.seed + member), split.train, operators)
+        for member in range(members)
+    ]
+
+
+def held_out_operators(operators: OperatorExamples, fold: int) -> np.ndarray:
+    """Mask of the operators whose shape is in this of five folds."""
+    folds = {group: fold_of(group, 5) for group in operators.table["op_group"].unique()}
+    return operators.table["op_group"].map(folds).to_numpy() == fold
+
+
+def fit_all(tasks: Sequence[FitTask], shop: Workshop) -> dict[str, list[dict[str, float]]]:
+    """Trains what has no result yet; returns every task's losses by epoch."""
+    shop.directory.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    todo = [task for task in tasks if not _result_file(shop, task.name).exists()]
+    if shop.num_workers > 1 and len(todo) > 1:
+        _fork_shared["shop"] = shop  # inherited by the forked workers: the corpus is not copied
+        context = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(shop.num_workers, mp_context=context) as pool:
+            list(pool.map(_fit_in_worker, todo))
+    else:
+        for task in todo:
+            _fit_one(task, shop)
+    return {task.name: json.loads(_history_file(shop, task.name).read_text()) for task in tasks}
+
+
+_fork_shared: dict[str, Workshop] = {}
+
+
+def _fit_in_worker(task: FitTask) -> None:
+    torch.set_num_threads(1)
+    _fit_one(task, _fork_shared["shop"])
+
+
+def _fit_one(task: FitTask, shop: Workshop) -> None:
+    history_file = _history_file(shop, task.name)
+    history: list[dict[str, float]] = json.loads(history_file.read_text()) if history_file.exists() else []
+
+    def report(epoch: int, metrics: dict[str, float]) -> None:
+        del history[epoch:]
+        history.append(metrics)
+        history_file.write_text(json.dumps(history))
+        figures = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        print(f"{task.name} epoch {epoch + 1}/{task.settings.epochs}  {figures}", file=sys.stderr, flush=True)
+
+    network = fit(
+        shop.config,
+        task.settings,
+        shop.runs.select(np.array(task.runs, dtype=np.int64)),
+        shop.operators.select(torch.tensor(task.operators)),
+        state_file=shop.directory / f"{task.name}.state",
+        report=report,
+    )
+    partial = _result_file(shop, task.name).with_suffix(".partial")
+    torch.save(network.state_dict(), partial)
+    partial.replace(_result_file(shop, task.name))
+
+
+def _result_file(shop: Workshop, name: str) -> Path:
+    return shop.directory / f"{name}.weights"
+
+
+def _history_file(shop: Workshop, name: str) -> Path:
+    return shop.directory / f"{name}.history.json"
+
+
+def trained(tasks: Sequence[FitTask], shop: Workshop) -> Ensemble:
+    """The ensemble of these tasks' results."""
+    members = []
+    for task in tasks:
+        network = Predictor(shop.config)
+        network.load_state_dict(torch.load(_result_file(shop, task.name), weights_only=True))
+        members.append(network.eval())
+    return Ensemble(members).eval()
+
+
+@torch.inference_mode()
+def predict_graphs(network: Ensemble, graphs: Sequence[GraphArrays]) -> pd.DataFrame:
+    """Columns ``predicted_s`` and ``spread`` (expected absolute log error) of every graph."""
+    seconds, spread = [], []
+    for start in range(0, len(graphs), _GRAPHS_AT_ONCE):
+        batch = collate(graphs[start : start + _GRAPHS_AT_ONCE], network.config.devices)
+        predicted, times, _ = network(batch)
+        seconds += predicted.tolist()
+        spread += times.log_spread.exp().tolist()
+    return pd.DataFrame({"predicted_s": seconds, "spread": spread})
+
+
+@torch.inference_mode()
+def operator_errors(network: Ensemble, operators: OperatorExamples, rows: np.ndarray) -> pd.DataFrame:
+    """The table rows of these operators with ``predicted_s``."""
+    predicted = []
+    for part in torch.from_numpy(np.flatnonzero(rows)).split(4096):
+        predicted += network.node_times(operators.batch(part)).seconds.tolist()
+    return operators.table[rows].assign(predicted_s=predicted)
+
+
+def conformal_factor(log_error: np.ndarray, spread: np.ndarray, level: float) -> float:
+    """Split-conformal factor: ``|log error| <= factor * spread`` for a share ``level`` of new jobs.
+
+    Lei et al. 2018 (arXiv 1604.04173), locally weighted: the ceil((n + 1) level)-th smallest score.
+    """
+    scores = np.sort(np.abs(log_error) / spread)
+    rank = min(math.ceil((len(scores) + 1) * level), len(scores))
+    return float(scores[rank - 1])
+
