@@ -33,11 +33,11 @@ from dataset_builder.tracing.layout import RankLayout, rank_layout, unsupported_
 from dataset_builder.tracing.trace import build_graph
 from gnn_predictor import __version__
 from gnn_predictor.batch import collate
-from gnn_predictor.checkpoint import Checkpoint, Interval, load_checkpoint
+from gnn_predictor.checkpoint import Checkpoint, CheckpointError, Interval, load_checkpoint
 from gnn_predictor.domain import outside
 from gnn_predictor.features import AXES, NUM_SLOTS, SLOTS, GraphArrays, featurize
 from gnn_predictor.memory import StageMemory, stage_memory
-from gnn_predictor.network import NetworkConfig, Predictor
+from gnn_predictor.network import Ensemble, NetworkConfig
 from gnn_predictor.schedule import Makespan, PipelineShape, pipeline_makespan
 
 Floats = NDArray[np.float64]
@@ -269,16 +269,20 @@ def _memory_obstacles(memory: Sequence[StageMemory], job: TrainingJob) -> list[s
 
 
 @functools.lru_cache(maxsize=4)
-def _network(checkpoint: Checkpoint) -> Predictor:
+def _network(checkpoint: Checkpoint) -> tuple[Ensemble, NetworkConfig]:
     settings = {key: tuple(v) if isinstance(v, list) else v for key, v in checkpoint.config.network.items()}
-    network = Predictor(NetworkConfig(**settings))
-    network.load_state_dict(dict(checkpoint.tensors))
-    return network.eval()
+    try:
+        config = NetworkConfig(**settings)
+        return Ensemble.from_tensors(config, checkpoint.tensors), config
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        where = f"checkpoint {checkpoint.path}"
+        raise CheckpointError(f"{where}: its weights do not fit its config.json ({reason})") from None
 
 
 def _predict_batch(traced: Sequence[_TracedJob], checkpoint: Checkpoint) -> list[Prediction]:
-    network = _network(checkpoint)
-    batch = collate([each.arrays for each in traced], network.config.devices)
+    network, config = _network(checkpoint)
+    batch = collate([each.arrays for each in traced], config.devices)
     with torch.inference_mode():
         _, times, table = network(batch)
     answer = _Answer(
