@@ -1,0 +1,172 @@
+"""Measurement tables as records: training runs with their jobs, operators with their graph nodes.
+
+In: a runs table or an operator table (``.csv`` or ``.parquet``; columns in ``tables/README.md``). Out: frozen records
+in seconds, bytes and FLOPs; whatever cannot be used comes back with its reason. Columns computed from the measured
+time (:data:`LABEL_COLUMNS`) are removed before a row is read, so no job can depend on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from dataset_builder.corpus.operators import OperatorError, OperatorRow, operator_node
+from dataset_builder.corpus.run_jobs import JOB_COLUMNS, REQUIRED_COLUMNS, RowError, job_mapping
+from dataset_builder.job.errors import JobError
+from dataset_builder.job.hardware import DeviceSpec
+from dataset_builder.job.schema import TrainingJob
+from dataset_builder.tracing.graph import OpNode
+from dataset_builder.tracing.layout import AxisGroup, rank_layout
+
+LABEL_COLUMNS = (
+    "label_info", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct", "hfu_pct", "samples_per_s", "measured_field",
+    "derivation",
+)  # fmt: skip
+"""Figures computed from the measured time, or about how it was: never read."""
+
+
+@dataclass(frozen=True)
+class RunMeasurement:
+    """One measured training run. ``job`` is ``None`` when the row describes none, and ``reason`` says why."""
+
+    run_id: str
+    source_id: str
+    gpu: str
+    precision: str
+    architecture: str
+    job_group: str
+    iter_time_s: float
+    peak_mem_gb: float | None
+    job: TrainingJob | None
+    reason: str
+    assumed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OpMeasurement:
+    """One measured operator or collective: the node a graph would hold for it, and the seconds it took."""
+
+    op_id: str
+    source_id: str
+    gpu: str
+    node: OpNode
+    device: DeviceSpec
+    group: AxisGroup | None
+    latency_s: float
+    op_group: str
+
+
+def shipped_table(name: str) -> Path:
+    """The path of a table that comes with the package, ``runs.parquet`` or ``ops.parquet``."""
+    return Path(str(resources.files("dataset_builder.corpus").joinpath("tables", name)))
+
+
+def read_table(path: str | Path) -> pd.DataFrame:
+    """A table by its suffix; raises JobError when it cannot be read."""
+    path = Path(path)
+    try:
+        if path.suffix == ".parquet":
+            return pd.read_parquet(path)
+        return pd.read_csv(path, low_memory=False, dtype={"run_id": str, "job_group": str, "op_id": str})
+    except (OSError, ValueError, UnicodeDecodeError) as error:
+        raise JobError([f"cannot be read as a table: {error}"], source=str(path)) from None
+
+
+def read_runs(path: str | Path) -> list[RunMeasurement]:
+    """Every row of a runs table, in order; raises JobError when columns that every job needs are missing."""
+    table = read_table(path)
+    missing = [column for column in (*REQUIRED_COLUMNS, "iter_time_s") if column not in table.columns]
+    if missing:
+        raise JobError([f"column {column!r} is missing" for column in missing], source=str(path))
+    table = table.drop(columns=[column for column in LABEL_COLUMNS if column in table.columns])
+    return [_run(row, number) for number, row in enumerate(table.to_dict("records"))]
+
+
+def _run(row: Mapping[str, Any], number: int) -> RunMeasurement:
+    inputs = {column: row.get(column) for column in JOB_COLUMNS}
+    job, reason, assumed = build_job(inputs)
+    text = {key: _text(row.get(key)) for key in ("run_id", "source_id", "gpu", "precision", "arch", "job_group")}
+    iter_time_s = _number(row.get("iter_time_s"))
+    if job is not None and not (iter_time_s and iter_time_s > 0):
+        job, reason = None, f"iter_time_s: {row.get('iter_time_s')} is not a time"
+    return RunMeasurement(
+        run_id=text["run_id"] or f"row-{number}",
+        source_id=text["source_id"] or "unknown",
+        gpu=text["gpu"],
+        precision=text["precision"],
+        architecture=text["arch"] or "unknown",
+        job_group=text["job_group"] or job_group(inputs),
+        iter_time_s=iter_time_s if iter_time_s is not None else float("nan"),
+        peak_mem_gb=_number(row.get("peak_mem_gb")),
+        job=job,
+        reason=reason,
+        assumed=assumed,
+    )
+
+
+def build_job(inputs: Mapping[str, Any]) -> tuple[TrainingJob | None, str, tuple[str, ...]]:
+    """The resolved job of a row's job columns, or the reason why there is none, and what was assumed."""
+    try:
+        mapping, assumed = job_mapping(inputs)
+        job = TrainingJob.parse(mapping, source="row").resolved()
+        rank_layout(job)
+    except RowError as error:
+        return None, str(error), ()
+    except JobError as error:
+        return None, "; ".join(error.reasons), ()
+    return job, "", (*assumed, *job.assumed)
+
+
+def job_group(inputs: Mapping[str, Any]) -> str:
+    """Rows of one model, batch and layout share this hash: for tables that bring no ``job_group`` of their own."""
+    keys = ("model_name", "layers", "hidden", "heads", "seq_len", "num_gpus", "tp", "pp", "micro_batch", "global_batch")
+    return hashlib.sha256(json.dumps([str(inputs.get(key)) for key in keys]).encode()).hexdigest()[:10]
+
+
+def read_ops(path: str | Path, sources: Iterable[str] | None = None) -> tuple[list[OpMeasurement], list[str]]:
+    """The operators of a table (of ``sources``, if given) and, as ``op_id: reason``, the rows left out."""
+    table = read_table(path)
+    if sources is not None:
+        table = table[table["source_id"].isin(list(sources))]
+    measured: list[OpMeasurement] = []
+    reasons: list[str] = []
+    columns = list(table.columns)
+    for values in table.itertuples(index=False, name=None):
+        row = OperatorRow(dict(zip(columns, values, strict=True)))
+        try:
+            node, device, group = operator_node(row)
+        except OperatorError as error:
+            reasons.append(f"{row.text('op_id')}: {error}")
+            continue
+        measured.append(
+            OpMeasurement(
+                op_id=row.text("op_id"),
+                source_id=row.text("source_id"),
+                gpu=row.text("gpu"),
+                node=node,
+                device=device,
+                group=group,
+                latency_s=row.latency_s,
+                op_group=row.group,
+            )
+        )
+    return measured, reasons
+
+
+def _text(value: Any) -> str:
+    return "" if value is None or value != value else str(value).strip()
+
+
+def _number(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if number == number and abs(number) != float("inf") else None
