@@ -23,7 +23,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gnn_predictor.domain import Domain
-from gnn_predictor.features import feature_hash
+from gnn_predictor.features import FEATURE_HASH
 
 FORMAT_VERSION = 1
 MODEL_FILE, CONFIG_FILE, METRICS_FILE, CARD_FILE = "model.safetensors", "config.json", "metrics.json", "README.md"
@@ -57,7 +57,7 @@ class CheckpointConfig(_Value):
     """``config.json``: identity, compatibility, and every number the weights need beside themselves."""
 
     format_version: int = FORMAT_VERSION
-    feature_hash: str = Field(default_factory=feature_hash)
+    feature_hash: str = FEATURE_HASH
     corpus_hash: str
     name: str
     network: dict[str, Any]  # fields of gnn_predictor.network.NetworkConfig
@@ -178,10 +178,10 @@ def _read_config(directory: Path) -> CheckpointConfig:
     except ValidationError as error:
         reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
         raise CheckpointError(f"checkpoint {file}: {reasons}") from None
-    if config.feature_hash != feature_hash():
+    if config.feature_hash != FEATURE_HASH:
         raise CheckpointError(
             f"checkpoint {file}: feature_hash: {config.feature_hash!r}, but this package computes the features "
-            f"{feature_hash()!r}; use the package version it was trained with, or train it again"
+            f"{FEATURE_HASH!r}; use the package version it was trained with, or train it again"
         )
     return config
 

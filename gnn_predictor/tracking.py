@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -16,44 +15,46 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 import wandb
+from pydantic import BaseModel, ConfigDict
 
 Mode = Literal["offline", "online", "disabled"]
-MEASURED, PREDICTED = "iter_time_s", "predicted_iter_time_s"
+MEASURED, PREDICTED = "iter_time_s", "predicted_s"
 
 
-@dataclass(frozen=True)
-class TrackingConfig:
-    """Where and as what a run is tracked; the ``tracking`` group of the training's configuration."""
+class TrackingConfig(BaseModel):
+    """Where a run is tracked; the ``tracking`` group of the training's configuration."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: Mode = "offline"
     project: str = "gnn-predictor"
-    name: str | None = None
     directory: str = "outputs"
 
 
 class Tracker:
     """One tracked run, as a context manager; with mode ``disabled`` every call does nothing."""
 
-    def __init__(self, config: TrackingConfig, settings: Mapping[str, Any]) -> None:
-        """``settings`` is the resolved configuration of the training, in plain values."""
-        self._config = config
-        self._settings = dict(settings)
+    def __init__(self, tracking: Mapping[str, Any], name: str, config: Mapping[str, Any]) -> None:
+        """``tracking`` holds the fields of :class:`TrackingConfig`, ``config`` the training's own, in plain values."""
+        self._tracking = TrackingConfig.model_validate(tracking)
+        self._name = name
+        self._config = dict(config)
         self._run: Any = None
 
     def __enter__(self) -> Tracker:
-        if self._config.mode == "disabled":
+        if self._tracking.mode == "disabled":
             return self
-        directory = Path(self._config.directory).resolve()
+        directory = Path(self._tracking.directory).resolve()
         directory.mkdir(parents=True, exist_ok=True)
         # Staged artifact files otherwise go to the home directory, which a container need not have.
         os.environ.setdefault("WANDB_DATA_DIR", str(directory / "wandb-data"))
         os.environ.setdefault("WANDB_CACHE_DIR", str(directory / "wandb-cache"))
         self._run = wandb.init(
-            project=self._config.project,
-            name=self._config.name,
+            project=self._tracking.project,
+            name=self._name,
             dir=str(directory),
-            mode=self._config.mode,
-            config=self._settings,
+            mode=self._tracking.mode,
+            config=self._config,
             settings=wandb.Settings(silent=True, console="off", disable_git=True),
         )
         return self
@@ -96,7 +97,7 @@ class Tracker:
         if self._run is None:
             return
         artifact = _artifact("corpus", "dataset", path, metadata)
-        if self._config.mode == "online":
+        if self._tracking.mode == "online":
             self._run.use_artifact(artifact)
         else:
             # Offline a run cannot use an artifact; it logs it, and the checkpoint's metadata names its hash.

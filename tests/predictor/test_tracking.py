@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from wandb.proto import wandb_internal_pb2 as protocol
 
-from gnn_predictor.tracking import Tracker, TrackingConfig
+from gnn_predictor.tracking import Tracker
 
 _BLOCK = 32768  # the run file is a LevelDB log: records are cut at block borders
 _FIRST_OF_FILE, _HEADER = 7, 7
@@ -53,8 +53,8 @@ def test_an_offline_run_holds_metrics_predictions_and_artifacts(tmp_path: Path) 
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text("{}")
     corpus.write_text("{}")
-    predictions = pd.DataFrame({"iter_time_s": [1.0, 2.0, None], "predicted_iter_time_s": [1.1, 1.9, 3.0]})
-    with Tracker(TrackingConfig(directory=str(tmp_path)), {"seed": 3, "network": {"hidden": 64}}) as tracker:
+    predictions = pd.DataFrame({"iter_time_s": [1.0, 2.0, None], "predicted_s": [1.1, 1.9, 3.0]})
+    with Tracker({"directory": str(tmp_path)}, "test", {"seed": 3, "network": {"hidden": 64}}) as tracker:
         tracker.log_dataset(corpus, {"corpus_hash": "c0ffee"})
         for epoch in range(3):
             tracker.log({"loss": 1.0 / (epoch + 1)}, step=epoch)
@@ -93,8 +93,8 @@ def test_an_offline_run_holds_metrics_predictions_and_artifacts(tmp_path: Path) 
 @pytest.mark.usefixtures("_quiet")
 def test_disabled_tracking_writes_nothing(tmp_path: Path) -> None:
     home = tmp_path / "runs"
-    with Tracker(TrackingConfig(mode="disabled", directory=str(home)), {}) as tracker:
+    with Tracker({"mode": "disabled", "directory": str(home)}, "test", {}) as tracker:
         tracker.log({"loss": 1.0}, step=0)
-        tracker.log_predictions(pd.DataFrame({"iter_time_s": [1.0], "predicted_iter_time_s": [1.0]}))
+        tracker.log_predictions(pd.DataFrame({"iter_time_s": [1.0], "predicted_s": [1.0]}))
         tracker.log_checkpoint(tmp_path, {})
     assert not home.exists()
