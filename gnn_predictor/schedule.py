@@ -71,10 +71,14 @@ def pipeline_makespan(
     if shape.num_chunks > 1 and m < p:
         shape = PipelineShape("1f1b", p, 1, m)
     stride = p if shape.num_chunks > 1 else 1
-    low = min(m - m % stride, _STEADY_ROUNDS * p)
-    if low == m:
-        return _longest_path(shape, forward_s, backward_s, hop_s)
-    high = low + (stride if m < low + stride else _WINDOW_ROUNDS * p)
+    window = _WINDOW_ROUNDS * p
+    steady = _STEADY_ROUNDS * p
+    if m <= steady + window:
+        low, high = m - m % stride, m - m % stride + stride
+        if low == m:
+            return _longest_path(shape, forward_s, backward_s, hop_s)
+    else:
+        low, high = steady, steady + window
     first, second = (
         _longest_path(PipelineShape(shape.schedule, p, shape.num_chunks, n), forward_s, backward_s, hop_s)
         for n in (low, high)
