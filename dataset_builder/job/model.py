@@ -6,10 +6,13 @@ usually derives (``ffn_hidden_size = 4 h``, ``head_dim = h / heads``, ``num_quer
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
+from dataset_builder.job.presets import preset
 from dataset_builder.job.values import Count, CountOrZero, Frozen
 
 Activation = Literal["swiglu", "geglu", "gelu", "relu", "squared_relu"]
@@ -43,7 +46,7 @@ class ModelSpec(Frozen):
 
     name: str | None = None
     architecture: Literal["decoder", "encoder", "encoder_decoder"] = "decoder"
-    num_layers: Count
+    num_layers: CountOrZero
     num_encoder_layers: CountOrZero | None = None
     num_decoder_layers: CountOrZero | None = None
     hidden_size: Count
@@ -74,36 +77,31 @@ class ModelSpec(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_usual_sizes(cls, data: Any) -> Any:
+    def _complete(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
-        data = {_CANONICAL.get(key, key): value for key, value in data.items()}
-        if data.get("num_layers") is None and data.get("num_decoder_layers") is not None:
-            data["num_layers"] = data["num_decoder_layers"]
-        defaults = {
-            "num_query_groups": lambda: data["num_attention_heads"],
-            "ffn_hidden_size": lambda: 4 * int(data["hidden_size"]),
-            "head_dim": lambda: int(data["hidden_size"]) // int(data["num_attention_heads"]),
-        }
-        for key, value in defaults.items():
-            if data.get(key) is None:
-                try:
-                    data[key] = value()
-                except (KeyError, TypeError, ValueError, ZeroDivisionError):
-                    data.pop(key, None)  # the missing or broken size it derives from is reported itself
-        return data
+        return _fill_usual_sizes(_spelt_canonically(_chosen(data, (info.context or {}).get("folder"))))
 
     @model_validator(mode="after")
     def _check_shape(self) -> ModelSpec:
-        if self.num_attention_heads % self.num_query_groups:
-            raise ValueError(
-                f"num_query_groups: {self.num_query_groups} does not divide "
-                f"num_attention_heads {self.num_attention_heads}"
-            )
+        wrong = []
+        heads, groups, hidden = self.num_attention_heads, self.num_query_groups, self.hidden_size
+        if heads % groups:
+            wrong.append(f"num_query_groups: got {groups}; expected a divisor of num_attention_heads {heads}")
+        if hidden % heads and self.head_dim == hidden // heads:
+            wrong.append(f"num_attention_heads: got {heads}; expected a divisor of hidden_size {hidden}, or a head_dim")
         if self.attention == "sliding" and self.window is None:
-            raise ValueError("window: needed with attention: sliding, e.g. window: 4096")
+            wrong.append("window: missing; expected with attention: sliding, e.g. window: 4096")
         if self.moe and self.moe.top_k > self.moe.num_experts:
-            raise ValueError(f"moe.top_k: {self.moe.top_k} is more than num_experts {self.moe.num_experts}")
+            wrong.append(f"moe.top_k: got {self.moe.top_k}; expected at most num_experts {self.moe.num_experts}")
+        if self.moe and self.moe.dense_layers and max(self.moe.dense_layers) >= self.num_layers:
+            wrong.append(
+                f"moe.dense_layers: got {max(self.moe.dense_layers)}; expected layer indices below {self.num_layers}"
+            )
+        if self.architecture != "encoder_decoder" and self.encoder_layers + self.decoder_layers == 0:
+            wrong.append("num_layers: got 0; expected at least 1")
+        if wrong:
+            raise ValueError("\n".join(wrong))
         return self
 
     @property
@@ -129,6 +127,73 @@ class ModelSpec(Frozen):
     @property
     def is_causal(self) -> bool:
         return self.attention != "full" if self.attention else self.architecture != "encoder"
+
+
+def _chosen(data: dict[str, Any], folder: Path | None) -> dict[str, Any]:
+    """The sizes behind the one way a model is given: preset, config, or sizes (also written out directly)."""
+    ways = [way for way in ("preset", "config", "sizes") if data.get(way) is not None]
+    direct = [key for key in data if key not in ("preset", "config", "sizes", "overrides", "name")]
+    if len(ways) > 1 or (ways and direct):
+        given = " and ".join([*ways, *direct[:3]])
+        raise ValueError(
+            f"got {given}; expected exactly one of preset, config and sizes; changes to a preset go under overrides"
+        )
+    overrides = data.get("overrides") or {}
+    if not isinstance(overrides, dict):
+        raise ValueError("overrides: expected a mapping of sizes, e.g. {num_layers: 40}")
+    if ways in ([], ["sizes"]) and overrides:
+        raise ValueError("overrides: got sizes to override; expected them beside a preset or a config only")
+    sizes = {key: data[key] for key in direct}
+    if ways == ["preset"]:
+        sizes = preset(data["preset"])
+    elif ways == ["config"]:
+        from dataset_builder.job.importers.huggingface import read_config  # most jobs do not need it
+
+        sizes = read_config(data["config"], folder or Path())
+    elif ways == ["sizes"]:
+        if not isinstance(data["sizes"], dict):
+            raise ValueError("sizes: expected a mapping of sizes, e.g. {num_layers: 32, hidden_size: 4096, ...}")
+        sizes = dict(data["sizes"])
+    name = {"name": data["name"]} if data.get("name") is not None else {}
+    return {**_merged(sizes, _spelt_canonically(overrides)), **name}
+
+
+def _merged(sizes: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """``overrides`` over ``sizes``; the parts (``moe``, ``mla``) merge key by key."""
+    merged = dict(sizes)
+    for key, value in overrides.items():
+        below = merged.get(key)
+        merged[key] = {**below, **value} if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _spelt_canonically(data: dict[str, Any]) -> dict[str, Any]:
+    spelt: dict[str, Any] = {}
+    for key, value in data.items():
+        canonical = _CANONICAL.get(key, key)
+        if spelt.get(canonical, value) != value:
+            raise ValueError(f"{key}: got {value!r} beside another spelling of {canonical}; expected one of them")
+        spelt[canonical] = value
+    return spelt
+
+
+def _fill_usual_sizes(data: dict[str, Any]) -> dict[str, Any]:
+    """Derives the sizes a transformer usually derives; a broken size is left for the field check to report."""
+    data = dict(data)
+    if data.get("num_layers") is None and data.get("num_decoder_layers") is not None:
+        data["num_layers"] = data["num_decoder_layers"]
+    derived: dict[str, Callable[[], Any]] = {
+        "num_query_groups": lambda: data["num_attention_heads"],
+        "ffn_hidden_size": lambda: 4 * int(float(data["hidden_size"])),
+        "head_dim": lambda: int(float(data["hidden_size"])) // int(float(data["num_attention_heads"])),
+    }
+    for key, derive in derived.items():
+        if data.get(key) is None:
+            try:
+                data[key] = derive()
+            except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError):
+                data[key] = 1  # what it derives from is missing or broken, and is reported itself
+    return data
 
 
 _CANONICAL = {

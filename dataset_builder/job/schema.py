@@ -7,15 +7,30 @@ Nothing here imports torch: a bad job is answered before torch is loaded.
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from dataset_builder.job.hardware import DeviceSpec, LinkSpec
+from dataset_builder.job.document import parse_document, read_document
+from dataset_builder.job.errors import JobError
+from dataset_builder.job.hardware import (
+    DeviceSpec,
+    LinkSpec,
+    canonical_device,
+    canonical_link,
+    device,
+    device_names,
+    link,
+    link_names,
+)
 from dataset_builder.job.model import ModelSpec
-from dataset_builder.job.parallel import ParallelPlan
-from dataset_builder.job.precision import PrecisionPolicy
+from dataset_builder.job.parallel import ParallelPlan, Recompute
+from dataset_builder.job.precision import PrecisionPolicy, resolve_precision
+from dataset_builder.job.reasons import reasons_of, shown
 from dataset_builder.job.values import Count, Frozen
 
 
@@ -29,17 +44,68 @@ class BatchSpec(Frozen):
 
 
 class ClusterSpec(Frozen):
-    """The GPUs a job runs on. ``gpu`` and links are resolved from the catalogue or given as a specification."""
+    """The GPUs a job runs on. ``gpu`` and the links are named in the catalogue or given as a specification."""
 
-    gpu: DeviceSpec
+    gpus_per_node: Count = 8  # first: a node's network cards are shared by its GPUs
     num_nodes: Count = 1
-    gpus_per_node: Count = 8
+    gpu: DeviceSpec
     intra_node: LinkSpec | None = None
     inter_node: LinkSpec | None = None
+    assumed: tuple[str, ...] = Field(default=(), exclude=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _note_aliases(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        notes = []
+        for key, canonical in (("gpu", canonical_device), ("intra_node", canonical_link), ("inter_node", canonical_link)):
+            written = data.get(key)
+            if isinstance(written, str):
+                try:
+                    if (name := canonical(written)).lower() != written.strip().lower():
+                        notes.append(f"cluster.{key}: {written!r} is taken as {name}")
+                except KeyError:
+                    continue  # reported by the field itself
+        return {**data, "assumed": tuple(notes)}
+
+    @field_validator("gpu", mode="before")
+    @classmethod
+    def _device_of_catalogue(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return device(value)
+        except KeyError as error:
+            raise ValueError(_unknown("device", error, device_names())) from None
+
+    @field_validator("intra_node", "inter_node", mode="before")
+    @classmethod
+    def _link_of_catalogue(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return link(value, info.data.get("gpus_per_node", 8))
+        except KeyError as error:
+            raise ValueError(_unknown("link", error, link_names())) from None
+
+    @model_validator(mode="after")
+    def _nodes_are_joined(self) -> ClusterSpec:
+        if self.num_nodes > 1 and self.inter_node is not None and self.inter_node.name == "none":
+            raise ValueError(f"inter_node: got 'none' with {self.num_nodes} nodes; expected the link between them")
+        return self
 
     @property
     def num_gpus(self) -> int:
         return self.num_nodes * self.gpus_per_node
+
+
+def _unknown(what: str, error: KeyError, known: tuple[str, ...]) -> str:
+    """Names the nearest catalogue entries, or all of them when none is near."""
+    near = error.args[0]
+    if near:
+        return f"expected a {what} of the catalogue or its specification (did you mean {near}?)"
+    return f"expected a {what} of the catalogue or its specification; the catalogue has {', '.join(known)}"
 
 
 class SoftwareStack(Frozen):
@@ -53,11 +119,23 @@ class SoftwareStack(Frozen):
     cuda_graphs: bool | None = None
     deterministic: bool | None = None
 
+    @field_validator("date")
+    @classmethod
+    def _year_and_month(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"20\d\d(-(0[1-9]|1[0-2])(-\d\d)?)?", value):
+            raise ValueError("expected a date as YYYY-MM, e.g. 2025-06")
+        return value and value[:7]
+
 
 class OptimizerSpec(Frozen):
     """``none`` times forward and backward only."""
 
     name: Literal["adam", "adamw", "sgd", "lion", "adafactor", "muon", "lamb", "none"] = "adamw"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, data: Any) -> Any:
+        return {"name": data} if isinstance(data, str) else data
 
 
 class TrainingLength(Frozen):
@@ -66,6 +144,13 @@ class TrainingLength(Frozen):
     tokens: Annotated[float, Field(gt=0)] | None = None
     steps: Annotated[float, Field(gt=0)] | None = None
     samples: Annotated[float, Field(gt=0)] | None = None
+
+    @model_validator(mode="after")
+    def _one_unit(self) -> TrainingLength:
+        given = [name for name in ("tokens", "steps", "samples") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"got {' and '.join(given) or 'nothing'}; expected exactly one of tokens, steps, samples")
+        return self
 
 
 class PriceSpec(Frozen):
@@ -88,10 +173,184 @@ class TrainingJob(Frozen):
     assumed: tuple[str, ...] = Field(default=(), exclude=True)
 
     @classmethod
-    def from_yaml(cls, source: str | Path, overrides: dict[str, Any] | None = None) -> TrainingJob:
-        """Reads a job file (``-``: standard input); ``overrides`` maps key paths to values, as ``--set`` does."""
-        raise RuntimeError("to be written")
+    def from_yaml(cls, source: str | Path, overrides: Mapping[str, Any] | None = None) -> TrainingJob:
+        """Reads a job file (``-``: standard input); raises JobError with every problem in it.
+
+        ``overrides`` maps key paths to values, as ``--set`` does; a text value is read as YAML, as in the file.
+        """
+        data, name, folder = read_document(source)
+        if overrides and isinstance(data, dict):
+            for path, value in overrides.items():
+                read = parse_document(value.encode(), f"--set {path}") if isinstance(value, str) else value
+                data = _with_value(data, path.split("."), read)
+        return cls.parse(data, source=name, folder=folder)
+
+    @classmethod
+    def parse(cls, data: Any, source: str = "job", folder: Path | None = None) -> TrainingJob:
+        """Validates plain values; raises JobError with every problem. Relative paths start from ``folder``."""
+        if not isinstance(data, Mapping):
+            raise JobError([f"got {shown(data)}; expected a mapping with model, batch and cluster"], source)
+        inner = data.get("cluster")
+        hidden = ["assumed"] * ("assumed" in data) + ["cluster.assumed"] * (
+            isinstance(inner, Mapping) and "assumed" in inner
+        )
+        reasons = [f"{path}: unknown key; expected none of that name" for path in hidden]
+        try:
+            job = cls.model_validate(dict(data), context={"folder": folder})
+        except ValidationError as error:
+            reasons += reasons_of(error, cls, data)
+        if reasons:
+            raise JobError(reasons, source)
+        return job
 
     def resolved(self) -> TrainingJob:
         """This job with every derived or assumed value filled in, and one sentence per assumption in ``assumed``."""
-        raise RuntimeError("to be written")
+        notes: list[str] = [*self.assumed, *self.cluster.assumed]
+        notes += [
+            f"{key}: {value} assumed (not given)"
+            for key, value in (("precision", "bf16_mixed"), ("optimizer", "adamw"))
+            if key not in self.model_fields_set
+        ]
+        if "gpus_per_node" not in self.cluster.model_fields_set:
+            notes.append(f"cluster.gpus_per_node: {self.cluster.gpus_per_node} assumed (not given)")
+        cluster = _resolved_cluster(self.cluster, notes)
+        software = _resolved_software(self, notes)
+        parallel = _resolved_parallel(self, notes)
+        precision = _resolved_precision(self, notes)
+        return self.model_copy(
+            update={
+                "model": _resolved_model(self),
+                "batch": _resolved_batch(self, notes),
+                "cluster": cluster,
+                "software": software,
+                "parallel": parallel,
+                "precision": precision,
+                "assumed": tuple(dict.fromkeys(notes)),
+            }
+        )
+
+
+def _resolved_model(job: TrainingJob) -> ModelSpec:
+    """Learned positions reach as far as the job's sequences when nothing else is said."""
+    if job.model.position_embedding != "learned" or job.model.max_position_embeddings is not None:
+        return job.model
+    return job.model.model_copy(update={"max_position_embeddings": job.batch.seq_length})
+
+
+def _resolved_batch(job: TrainingJob, notes: list[str]) -> BatchSpec:
+    if job.model.architecture != "encoder_decoder" or job.batch.target_seq_length is not None:
+        return job.batch
+    notes.append(f"batch.target_seq_length: {job.batch.seq_length} assumed, the encoder's (not given)")
+    return job.batch.model_copy(update={"target_seq_length": job.batch.seq_length})
+
+
+def _resolved_cluster(cluster: ClusterSpec, notes: list[str]) -> ClusterSpec:
+    intra, inter = cluster.intra_node, cluster.inter_node
+    if intra is None:
+        name = "none" if cluster.gpus_per_node == 1 else cluster.gpu.intra_node or "pcie4"
+        intra = link(name, cluster.gpus_per_node)
+        if cluster.gpus_per_node > 1:
+            notes.append(f"cluster.intra_node: {name} assumed, the usual link of {cluster.gpu.name} (not given)")
+    if inter is None:
+        name = "none" if cluster.num_nodes == 1 else cluster.gpu.inter_node or "unknown"
+        inter = link(name, cluster.gpus_per_node)
+        if cluster.num_nodes > 1:
+            notes.append(f"cluster.inter_node: {name} assumed, the usual link of {cluster.gpu.name} nodes (not given)")
+    return cluster.model_copy(update={"intra_node": intra, "inter_node": inter})
+
+
+def _resolved_software(job: TrainingJob, notes: list[str]) -> SoftwareStack:
+    software = job.software
+    known: dict[str, Any] = {
+        "attention": "flash" if _runs_flash(job) else "unfused",
+        "compile": False,
+        "fused_kernels": True,
+    }
+    filled = {key: value for key, value in known.items() if getattr(software, key) is None}
+    notes += [f"software.{key}: {str(value).lower()} assumed (not given)" for key, value in filled.items()]
+    return software.model_copy(update=filled)
+
+
+def _runs_flash(job: TrainingJob) -> bool:
+    """FlashAttention-2 needs compute capability 8.0 or CDNA2, and knows no additive relative bias."""
+    gpu = job.cluster.gpu
+    able = gpu.compute_capability >= 8.0 or gpu.architecture in ("cdna2", "cdna3", "cdna4")
+    return able and job.model.position_embedding != "relative"
+
+
+def _resolved_parallel(job: TrainingJob, notes: list[str]) -> ParallelPlan:
+    plan, family = job.parallel, _framework_family(job.software.framework)
+    filled: dict[str, Any] = {}
+    if plan.data is None:
+        filled["data"] = max(1, job.cluster.num_gpus // plan.model_parallel_size)
+    if plan.schedule in (None, "1f1b", "interleaved"):
+        filled["schedule"] = schedule = "interleaved" if plan.virtual_pipeline > 1 else "1f1b"
+        if plan.schedule not in (None, schedule):
+            notes.append(f"parallel.schedule: {schedule}, as virtual_pipeline is {plan.virtual_pipeline}")
+    if plan.sequence_parallel is None:
+        filled["sequence_parallel"] = value = plan.tensor > 1 and family == "megatron-core"
+        if plan.tensor > 1:
+            notes.append(f"parallel.sequence_parallel: {str(value).lower()} assumed (not given)")
+    if plan.sharding is None:
+        filled["sharding"] = {"megatron-core": "zero1", "megatron-lm": "zero1", "fsdp": "zero3"}.get(family, "none")
+        notes.append(f"parallel.sharding: {filled['sharding']} assumed (not given)")
+    if plan.recompute is None:
+        filled["recompute"] = Recompute()
+        notes.append("parallel.recompute: none assumed (not given)")
+    if plan.shard_size is None and plan.sharding == "hsdp":
+        ranks = filled.get("data", plan.data) * plan.context
+        filled["shard_size"] = math.gcd(ranks, max(1, job.cluster.gpus_per_node // plan.tensor))
+        notes.append(f"parallel.shard_size: {filled['shard_size']} assumed, one node's share (not given)")
+    return plan.model_copy(update=filled)
+
+
+def _resolved_precision(job: TrainingJob, notes: list[str]) -> PrecisionPolicy:
+    family = _framework_family(job.software.framework)
+    sixteen_bit = family in ("megatron-core", "megatron-lm", "deepspeed")
+    policy = resolve_precision(job.precision, sixteen_bit_params=sixteen_bit)
+    filled = [name for name in ("params", "main_params", "grad_reduce") if getattr(job.precision, name) is None]
+    if filled:
+        values = ", ".join(f"{name} {getattr(policy, name)}" for name in filled)
+        notes.append(f"precision: {values} assumed from the framework (not given)")
+    return policy
+
+
+def _framework_family(framework: str | None) -> str:
+    """Which defaults a framework has: ``megatron-core``, ``megatron-lm``, ``deepspeed``, ``fsdp`` or ``other``."""
+    name = (framework or "").lower()
+    families = {
+        "deepspeed": ("deepspeed", "internevo", "colossalai"),
+        "megatron-core": ("megatron-bridge", "megatron-core", "nemo"),
+        "megatron-lm": ("megatron",),
+        "fsdp": ("llm-foundry", "torchtitan", "fsdp"),
+    }
+    return next((family for family, marks in families.items() if any(mark in name for mark in marks)), "other")
+
+
+def _with_value(data: dict[str, Any], path: list[str], value: Any) -> dict[str, Any]:
+    """A copy of ``data`` with one key path set; a preset name on the way becomes a mapping that starts from it."""
+    if path[0] == "model" and len(path) > 1:
+        path, data = _within_model(data, path)
+    key, *rest = path
+    below = data.get(key)
+    if not rest:
+        return {**data, key: value}
+    if key == "precision" and isinstance(below, str):
+        below = {"preset": below}
+    elif key == "optimizer" and isinstance(below, str):
+        below = {"name": below}
+    return {**data, key: _with_value(below if isinstance(below, dict) else {}, rest, value)}
+
+
+def _within_model(data: dict[str, Any], path: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """A size set on a preset or a config is an override; another preset or config replaces the whole model."""
+    model = data.get("model")
+    if not isinstance(model, dict):
+        return path, data
+    if path[1] in ("preset", "config"):
+        return path, {**data, "model": {}}
+    if path[1] in ("sizes", "overrides", "name"):
+        return path, data
+    if "preset" in model or "config" in model:
+        return ["model", "overrides", *path[1:]], data
+    return (["model", "sizes", *path[1:]] if "sizes" in model else path), data

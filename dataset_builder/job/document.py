@@ -1,0 +1,96 @@
+"""Reads a job document: YAML (so JSON too) into plain values, without anything YAML can surprise with.
+
+Safe tags only, ``1e-4`` is a number, a date is text, a repeated key is an error, aliases and deep nesting are refused.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dataset_builder.job.errors import JobError
+
+MAX_BYTES = 2**20
+_MAX_DEPTH = 32
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _JobLoader(_Base):  # type: ignore[misc]  # the C loader is untyped
+    """The safe loader with plain numbers, no dates and no repeated keys."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise _Refused(f"line {key.start_mark.line + 1}: key {key.value!r} is given twice; expected once")
+                seen.add(key.value)
+        result: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        return result
+
+
+class _Refused(Exception):
+    """YAML that a job may not contain."""
+
+
+_JobLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rsplit(":", 1)[1] in ("bool", "null", "int")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+# Whole numbers without YAML 1.1's octal and base-60 forms ("010", "1:30"), which nobody means.
+_INT = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
+_FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$")
+for _first in "-+0123456789.":
+    _JobLoader.yaml_implicit_resolvers[_first] = [
+        ("tag:yaml.org,2002:int", _INT),
+        ("tag:yaml.org,2002:float", _FLOAT),
+    ]
+
+
+def read_document(source: str | Path) -> tuple[Any, str, Path]:
+    """The values of a file (``-``: standard input), its name for messages, and the folder its paths start from."""
+    if str(source) == "-":
+        return parse_document(sys.stdin.buffer.read(MAX_BYTES + 1), "standard input"), "standard input", Path()
+    path = Path(source)
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise JobError([f"cannot read the file: {getattr(error, 'strerror', None) or error}"], str(path)) from None
+    return parse_document(raw, str(path)), str(path), path.parent
+
+
+def parse_document(raw: bytes, name: str) -> Any:
+    """The values of a YAML text; raises JobError naming the line of what is wrong."""
+    if len(raw) > MAX_BYTES:
+        raise JobError([f"got more than {MAX_BYTES} bytes; expected a job, which is a page of text"], name)
+    try:
+        text = raw.decode("utf-8-sig")
+        _refuse_traps(text)
+        return yaml.load(text, Loader=_JobLoader)
+    except UnicodeDecodeError as error:
+        raise JobError([f"byte {error.start}: not UTF-8 text; expected YAML"], name) from None
+    except _Refused as error:
+        raise JobError([str(error)], name) from None
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError, TypeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise JobError([f"{where}not YAML: {getattr(error, 'problem', None) or error}"], name) from None
+
+
+def _refuse_traps(text: str) -> None:
+    """Aliases multiply (a few lines can stand for gigabytes) and deep nesting exhausts the stack: refuse both."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Base):
+        if isinstance(event, yaml.AliasEvent):
+            raise _Refused(f"line {event.start_mark.line + 1}: YAML alias *{event.anchor}; expected the value itself")
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > _MAX_DEPTH:
+                raise _Refused(f"line {event.start_mark.line + 1}: nested more than {_MAX_DEPTH} deep; expected a job")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
