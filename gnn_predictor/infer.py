@@ -84,19 +84,13 @@ def _read_job(source: str, settings: Sequence[str]) -> TrainingJob:
 
 
 def _overrides(settings: Sequence[str]) -> dict[str, Any]:
-    """``--set key.path=value`` as key paths to values typed as YAML types them."""
-    import yaml
-
+    """``--set key.path=value`` as key paths to texts, which the job reads as the YAML of its file."""
     overrides: dict[str, Any] = {}
     for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals or not key.strip() or not all(key.strip().split(".")):
+        key, equals, value = setting.partition("=")
+        if not equals or not all(part.strip() for part in key.split(".")):
             raise _BadUsage(f"--set {setting}: expected KEY.PATH=VALUE, e.g. --set parallel.tensor=8")
-        try:
-            overrides[key.strip()] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            reason = " ".join(str(error).split())
-            raise _BadUsage(f"--set {key.strip()}: {text!r} is not a YAML value ({reason})") from None
+        overrides[key.strip()] = value
     return overrides
 
 

@@ -66,7 +66,8 @@ def stage_memory(stage: StageFacts, job: TrainingJob, layout: RankLayout) -> Sta
     """Peak memory of one rank of ``stage``; ``job`` is a resolved job."""
     dense = float(stage.num_parameters - stage.num_expert_parameters)
     experts = float(stage.num_expert_parameters)
-    expert_ranks = expert_shard_size(job, layout)
+    copies = layout.expert_data_group.size
+    expert_ranks = min(layout.shard_size, copies) if job.parallel.sharding == "hsdp" else copies
     states = [
         a + b
         for a, b in zip(
@@ -99,14 +100,6 @@ def model_states(num_parameters: float, job: TrainingJob, shard_size: int) -> tu
     if sharding in ("zero3", "hsdp"):
         params /= shard_size
     return params, grads, optimizer
-
-
-def expert_shard_size(job: TrainingJob, layout: RankLayout) -> int:
-    """Ranks that share the states of one expert: a stage's ranks divided by those that split its experts."""
-    if layout.shard_size <= 1:
-        return 1
-    ranks = layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor)
-    return max(1, min(ranks, layout.shard_size) if job.parallel.sharding == "hsdp" else ranks)
 
 
 def microbatches_in_flight(stage: int, job: TrainingJob, num_microbatches: int) -> float:

@@ -1,0 +1,106 @@
+"""The figures of a checkpoint as text: its model card, and the block of the README between two marks.
+
+``python -m gnn_predictor.card README.md`` writes the released checkpoint's figures into the file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gnn_predictor.checkpoint import Checkpoint, load_checkpoint
+
+BEGIN, END = "<!-- metrics -->", "<!-- /metrics -->"
+_PROTOCOLS = {
+    "P1": "unseen jobs",
+    "P2": "unseen precision",
+    "P3": "unseen precision, its operators too",
+    "P4": "unseen GPU",
+    "P5": "unseen source",
+}
+
+
+def model_card(checkpoint: Checkpoint) -> str:
+    """The checkpoint's ``README.md``: what it is for, how well it does on what it never saw, where it comes from."""
+    config = checkpoint.config
+    gpus, precisions = ", ".join(config.domain.gpus), ", ".join(config.domain.precisions)
+    ranges = "\n".join(f"- {name}: {low:g} to {high:g}" for name, (low, high) in config.domain.ranges.items())
+    return f"""# Model card: {config.name}
+
+Predicts the time of one training iteration of a transformer, and of every pipeline stage, from a job file.
+A graph neural network over the training graph gives seconds per kernel and message; a pipeline schedule adds them up.
+
+- Intended use: planning and comparing training jobs before they run, at any mix of floating-point formats.
+- Not intended: inference serving, models that are not transformers, jobs far outside the ranges below (such a
+  prediction is marked as out of domain and has a wider interval).
+- Licence: Apache-2.0.
+- Format version {config.format_version}, features {config.feature_hash}, corpus {config.corpus_hash}.
+
+## How accurate
+
+{figures(checkpoint.metrics)}
+
+The {config.interval.level:.0%} interval is calibrated on these held-out errors.
+
+## Trained on
+
+Public measurements only; every row of the corpus names its source and licence.
+
+- GPUs: {gpus or "none"}
+- precisions: {precisions or "none"}
+{ranges}
+"""
+
+
+def figures(metrics: Mapping[str, Any]) -> str:
+    """A Markdown table of held-out errors by protocol, beside the baselines on the same rows."""
+    protocols = {name: metrics[name] for name in _PROTOCOLS if name in metrics}
+    if not protocols:
+        return "This checkpoint has not been evaluated."
+    baselines = sorted({name for each in protocols.values() for name in each["baselines"]})
+    rows = [
+        [
+            f"{name} {_PROTOCOLS[name]}",
+            f"{each['count']:,}",
+            _percent(each["mape_percent"]),
+            _percent(each["median_ape_percent"]),
+            _percent(each["macro_mape_by_source_percent"]),
+            *(_percent(each["baselines"].get(baseline, {}).get("mape_percent")) for baseline in baselines),
+        ]
+        for name, each in protocols.items()
+    ]
+    head = ["held out", "runs", "MAPE", "median", "MAPE over sources", *(f"{name} MAPE" for name in baselines)]
+    return _table(head, rows)
+
+
+def with_figures(text: str, metrics: Mapping[str, Any]) -> str:
+    """``text`` with the block between the marks replaced; raises ValueError when it has no such block."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"no block between {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{figures(metrics)}\n{END}{after}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rewrites the figures in the files named; returns the exit code."""
+    metrics = load_checkpoint().metrics
+    for name in sys.argv[1:] if arguments is None else arguments:
+        file = Path(name)
+        file.write_text(with_figures(file.read_text(encoding="utf-8"), metrics), encoding="utf-8")
+    return 0
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}%"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

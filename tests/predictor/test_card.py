@@ -1,0 +1,45 @@
+"""Figures stand once, in metrics.json: the README and the model card say the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gnn_predictor.card import figures, model_card, with_figures
+from gnn_predictor.checkpoint import Checkpoint, CheckpointConfig, load_checkpoint
+
+_README = Path(__file__).parents[2] / "README.md"
+_P1 = {
+    "count": 4000,
+    "mape_percent": 7.96,
+    "median_ape_percent": 4.0,
+    "macro_mape_by_source_percent": None,
+    "baselines": {"B0": {"mape_percent": 60.0}},
+}
+
+
+def test_the_readme_quotes_the_released_figures() -> None:
+    text = _README.read_text(encoding="utf-8")
+    assert text == with_figures(text, load_checkpoint().metrics), "run python -m gnn_predictor.card README.md"
+
+
+def test_the_released_card_quotes_the_released_figures() -> None:
+    released = load_checkpoint()
+    assert released.path is not None
+    assert (released.path / "README.md").read_text(encoding="utf-8") == model_card(released)
+
+
+def test_figures_stand_beside_the_baselines_and_missing_ones_are_dashes() -> None:
+    *_, row = figures({"P1": _P1, "operators": {}}).splitlines()
+    assert row == "| P1 unseen jobs | 4,000 | 8.0% | 4.0% | - | 60.0% |"
+
+
+def test_a_card_of_an_unevaluated_checkpoint_says_so() -> None:
+    config = CheckpointConfig(corpus_hash="c0ffee", name="new", network={})
+    assert "has not been evaluated" in model_card(Checkpoint(config, {}))
+
+
+def test_a_text_without_the_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="no block between"):
+        with_figures("# Title", {"P1": _P1})

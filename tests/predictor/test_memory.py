@@ -1,0 +1,86 @@
+"""The memory model against published arithmetic and the order that physics imposes."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataset_builder.job.parallel import ParallelPlan
+from dataset_builder.job.precision import PrecisionPolicy, resolve_precision
+from dataset_builder.job.schema import OptimizerSpec
+from gnn_predictor.memory import microbatches_in_flight, model_states
+
+
+def _job(sharding: str = "none", precision: str = "fp16_mixed", optimizer: str = "adam", **plan: Any) -> Any:
+    """The parts of a job that model states and schedules depend on."""
+    return SimpleNamespace(
+        precision=resolve_precision(PrecisionPolicy.model_validate(precision), sixteen_bit_params=True),
+        parallel=ParallelPlan.model_validate({"sharding": sharding, **plan}),
+        optimizer=OptimizerSpec.model_validate({"name": optimizer}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("sharding", "gigabytes"), [("none", 108.9), ("zero1", 47.6), ("zero2", 37.4), ("zero3", 27.2)]
+)
+def test_model_states_of_6_8_billion_parameters_on_four_gpus(sharding: str, gigabytes: float) -> None:
+    """ZeRO (arXiv 1910.02054): 16 bytes a parameter; 4 + 12/4, 2 + 14/4 and 16/4 when sharded over four."""
+    assert sum(model_states(6.805e9, _job(sharding), 4)) == pytest.approx(gigabytes * 1e9, rel=2e-3)
+
+
+def test_bf16_weights_with_fp32_gradients_take_18_bytes() -> None:
+    """Megatron-LM's distributed optimizer: 18 bytes a parameter, or 6 + 12/d."""
+    assert sum(model_states(1.0, _job(precision="bf16_mixed"), 1)) == pytest.approx(18.0)
+    assert sum(model_states(1.0, _job("zero1", "bf16_mixed"), 8)) == pytest.approx(6 + 12 / 8)
+
+
+@pytest.mark.parametrize(("optimizer", "expected"), [("adamw", 16.0), ("lion", 12.0), ("sgd", 12.0), ("none", 8.0)])
+def test_fp32_training_keeps_weights_gradients_and_states(optimizer: str, expected: float) -> None:
+    assert sum(model_states(1.0, _job(precision="fp32", optimizer=optimizer), 1)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("plan", "microbatches", "expected"),
+    [
+        ({"pipeline": 1, "schedule": "1f1b"}, 8, [1.0]),
+        ({"pipeline": 4, "schedule": "1f1b"}, 8, [4.0, 3.0, 2.0, 1.0]),
+        ({"pipeline": 4, "schedule": "1f1b"}, 2, [2.0, 2.0, 2.0, 1.0]),
+        ({"pipeline": 4, "schedule": "gpipe"}, 8, [8.0] * 4),
+        # Megatron's warm-up of 2 (p - s - 1) + (v - 1) p chunks, plus the one that runs, in v-ths of a stage.
+        ({"pipeline": 4, "schedule": "interleaved", "virtual_pipeline": 2}, 8, [5.5, 4.5, 3.5, 2.5]),
+    ],
+)
+def test_microbatches_in_flight_follow_the_schedule(
+    plan: dict[str, Any], microbatches: int, expected: list[float]
+) -> None:
+    job = _job(**plan)
+    assert [microbatches_in_flight(stage, job, microbatches) for stage in range(len(expected))] == expected
+
+
+@given(
+    parameters=st.floats(1e3, 1e13),
+    ranks=st.integers(1, 4096),
+    precision=st.sampled_from(["fp32", "bf16", "fp16_mixed", "bf16_mixed", "fp8_mixed"]),
+)
+def test_sharding_more_never_needs_more(parameters: float, ranks: int, precision: str) -> None:
+    steps = [sum(model_states(parameters, _job(s, precision), ranks)) for s in ("none", "zero1", "zero2", "zero3")]
+    assert all(more >= less for more, less in itertools.pairwise(steps))
+
+
+@given(
+    pipeline=st.integers(1, 16), chunks=st.integers(1, 4), microbatches=st.integers(1, 256), schedule=st.sampled_from(
+        ["gpipe", "1f1b", "interleaved", "zero_bubble", "dualpipe"]
+    )
+)  # fmt: skip
+def test_no_stage_holds_more_than_all_microbatches(
+    pipeline: int, chunks: int, microbatches: int, schedule: str
+) -> None:
+    job = _job(pipeline=pipeline, virtual_pipeline=chunks, schedule=schedule)
+    held = [microbatches_in_flight(stage, job, microbatches) for stage in range(pipeline)]
+    assert all(0 < each <= microbatches for each in held)
+    assert held == sorted(held, reverse=True)
