@@ -49,9 +49,12 @@ class RunMeasurement:
     assumed: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class OpMeasurement:
-    """One measured operator or collective: the node a graph would hold for it, and the seconds it took."""
+    """One measured operator or collective: the node a graph would hold for it, and the seconds it took.
+
+    ``includes_launch``: the time holds the host's launch; otherwise it is the kernel's alone (profiler, CUDA graph).
+    """
 
     op_id: str
     source_id: str
@@ -61,6 +64,7 @@ class OpMeasurement:
     group: AxisGroup | None
     latency_s: float
     op_group: str
+    includes_launch: bool = False
 
 
 def shipped_table(name: str) -> Path:
@@ -155,6 +159,7 @@ def read_ops(path: str | Path, sources: Iterable[str] | None = None) -> tuple[li
                 group=group,
                 latency_s=row.latency_s,
                 op_group=row.group,
+                includes_launch=row.includes_launch,
             )
         )
     return measured, reasons

@@ -14,7 +14,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dataset_builder.job.hardware import DeviceSpec, LinkSpec, device, link, link_names
@@ -90,7 +90,7 @@ class OperatorRow:
     @property
     def includes_launch(self) -> bool:
         """Whether the time holds the host's launch, or is the kernel's alone (profiler, CUDA graph)."""
-        return "includes launch" in self.notes or "framework overhead" in self.notes
+        return any(words in self.notes for words in ("includes launch", "framework overhead", "host call"))
 
     @property
     def group(self) -> str:
@@ -123,9 +123,38 @@ def operator_node(row: OperatorRow) -> tuple[OpNode, DeviceSpec, AxisGroup | Non
     spec = _device(row.text("gpu"))
     if spec is None:
         raise OperatorError(f"gpu {row.text('gpu')!r} is not in the device catalogue")
+    _check_trusted(row)
     node = _BUILDERS[op](row)
     group = _group(row, spec) if node.kind in COLLECTIVES else None
+    _check_physics(row, node, spec)
     return node, spec, group
+
+
+def _check_trusted(row: OperatorRow) -> None:
+    """Rows that their source's own notes show not to be the time of the operator."""
+    op = row.text("op")
+    if "host-timed" in row.notes:
+        raise OperatorError(f"{op}: timed on the host, waiting for other ranks included")
+    if op == "optimizer" and "Vista" in row.notes:
+        raise OperatorError("optimizer: span of the host's call, shorter than the memory traffic of the step")
+    if op == "optimizer" and row.text("op_detail") == "optimizer":
+        raise OperatorError("optimizer: a step of many small kernels under the profiler, not the fused one")
+    if op == "dropout" and "-inf-" in row.notes:
+        raise OperatorError("dropout: in inference nothing is dropped")
+
+
+_TOLERANCE = 1.15  # clocks above the specified boost
+
+
+def _check_physics(row: OperatorRow, node: OpNode, spec: DeviceSpec) -> None:
+    """Refuses times no execution can reach: the operator was skipped, or the shape is not what ran."""
+    latency_s = row.latency_s
+    if node.kind in ("gemm", "attention") and node.flops / spec.peak(node.input_dtype) > _TOLERANCE * latency_s:
+        raise OperatorError(f"{row.text('op')}: faster than the device's peak")
+    moved = node.bytes_read + node.bytes_written
+    streams = node.kind in ("elementwise", "norm", "softmax", "quantize", "reduction", "embedding")
+    if streams and moved > 4 * spec.l2_bytes and 0.5 * moved / spec.hbm_bytes_per_s > latency_s:
+        raise OperatorError(f"{row.text('op')}: faster than the device's memory, nothing was executed")
 
 
 _NOT_AN_OPERATOR = {
@@ -159,6 +188,8 @@ def _node(
 ) -> OpNode:
     if min(shape) < 0 or max(work.flops, work.read + work.written) <= 0:
         raise OperatorError(f"{op}: shape {shape} has no work")
+    if row.text("op_detail") in _EAGER_CHAINS:
+        op, work = f"{op}_unfused", replace(work, launches=work.launches + 4)
     return OpNode(
         kind=kind, op=op, module=module, phase=phase or row.phase, shape=shape, input_dtype=row.dtype,
         output_dtype=output or row.dtype_out, accumulate_dtype=accumulate, axis=None, group_size=1, per="microbatch",
@@ -287,6 +318,8 @@ def _normalise(kind: str) -> Callable[[OperatorRow], OpNode]:
 
 
 _INPUTS = {"elementwise": 2, "silu_mul": 2}
+_UNARY = ("fillmask", "relu", "tanh", "addu", "divu", "mulu", "powu")  # u: the second operand is a number
+_EAGER_CHAINS = ("RMSlayernorm", "RoPE", "fillmask", "parallel_cross_entropy_128")  # several kernels, not a fused one
 
 
 def _pointwise(row: OperatorRow) -> OpNode:
@@ -311,7 +344,7 @@ def _inputs(row: OperatorRow, op: str) -> int:
         result = re.search(r"out=(\[.*\])", row.shape_text)
         same = operands[1].count(result[1]) if result else 1
         return max(1, same)
-    return 1 if "fillmask" in row.text("op_detail") else _INPUTS.get(op, 1)
+    return 1 if row.text("op_detail") in _UNARY else _INPUTS.get(op, 1)
 
 
 def _elements(row: OperatorRow, op: str) -> int:
@@ -365,8 +398,8 @@ def _quantize(row: OperatorRow) -> OpNode:
     detail = row.text("op_detail")
     if "minus" in detail:
         raise OperatorError("cast: the difference of two measurements")
-    plain = re.match(r"(\d+)x(\d+)", row.shape_text)
-    elements = int(plain[1]) * int(plain[2]) if plain else row.size("m") * row.size("k")
+    plain = re.match(r"\d+(?:x\d+)+", row.shape_text)
+    elements = math.prod(map(int, plain[0].split("x"))) if plain else row.size("m") * row.size("k")
     source = elements * _bytes(row.dtype)
     if detail.startswith("compute_scale"):
         return _node(row, "reduction", "amax", (elements,), _Work(float(elements), source, 4.0), output="fp32")
@@ -436,8 +469,7 @@ def _group(row: OperatorRow, spec: DeviceSpec) -> AxisGroup:
 
 
 _LINK_WORDS = (
-    ("nvl72", "nvlink5-nvl72"), ("nvlink-pair", "nvlink3"), ("nvlink3-pair", "nvlink3"), ("h800", "nvlink4-h800"),
-    ("xgmi", ""), ("infinity-fabric", ""),
+    ("nvl72", "nvlink5-nvl72"), ("nvlink-pair", "nvlink-pair+pcie5"), ("h800", "nvlink4-h800"),
 )  # fmt: skip
 
 
@@ -448,7 +480,7 @@ def _link(name: str, gpus_per_node: int, usual: str) -> LinkSpec:
     lowered = name.lower().rstrip("?")
     for candidate in (lowered, *(target for word, target in _LINK_WORDS if word in lowered), usual):
         if candidate in known and (candidate != usual or not re.search(r"\d+x\d+", lowered)):
-            return link(candidate)
+            return link(candidate, gpus_per_node)
     nics = re.search(r"(\d+)x(\d+)", lowered)
     if nics:
         bytes_per_s = int(nics[1]) * int(nics[2]) * 1e9 / 8 / gpus_per_node

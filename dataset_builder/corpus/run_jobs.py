@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataset_builder.job.hardware import device, device_names, link_names
+from dataset_builder.job.hardware import canonical_device, device, link_names
 
 REQUIRED_COLUMNS = ("gpu", "num_gpus", "layers", "hidden", "heads", "vocab", "seq_len", "global_batch", "precision")
 OPTIONAL_COLUMNS = (
@@ -207,8 +207,10 @@ def _check_present(row: JobRow) -> None:
 def _cluster(row: JobRow) -> dict[str, Any]:
     num_gpus = row.need("num_gpus")
     gpu = row.text("gpu") or ""
-    if gpu not in device_names():
-        raise RowError(f"gpu: {gpu!r} is not in the device catalogue")
+    try:
+        gpu = canonical_device(gpu)
+    except KeyError:
+        raise RowError(f"gpu: {gpu!r} is not in the device catalogue") from None
     per_node = row.count("gpus_per_node") or 8
     if num_gpus <= per_node:
         per_node = num_gpus
@@ -220,7 +222,7 @@ def _cluster(row: JobRow) -> dict[str, Any]:
     links = link_names()
     for tier, crossed in (("intra_node", per_node > 1), ("inter_node", num_gpus > per_node)):
         name = _LINK_ALIASES.get(row.text(tier) or "none", row.text(tier) or "none")
-        if crossed and name in links:
+        if crossed and name in links and name not in ("none", "unknown"):
             cluster[tier] = name
         elif crossed:
             row.assume(f"{tier}: {row.text(tier) or 'not stated'}, the device's usual link was taken")
@@ -348,6 +350,8 @@ def _named_details(row: JobRow, model: dict[str, Any]) -> None:
 def _approximations(row: JobRow, model: dict[str, Any]) -> None:
     if row.arch.startswith("hybrid-mamba"):
         model["num_layers"] = max(1, model["num_layers"] // 2)
+        if "moe" in model:
+            model["moe"].pop("dense_layers", None)
         row.assume("model: a Mamba hybrid, taken as a transformer with a layer for each pair of mixer and feed-forward")
     if row.arch == "transformer-xl":
         model["vocab_size"] = min(model["vocab_size"], _ADAPTIVE_SOFTMAX_CLASSES)
@@ -412,7 +416,7 @@ def _guess_layout(row: JobRow, model: dict[str, Any], cluster: dict[str, Any]) -
             divides = divides and num_gpus % (tensor * pipeline) == 0 and model["num_layers"] % pipeline == 0
             divides = divides and batch % (num_gpus // (tensor * pipeline)) == 0
             if divides and needed_bytes / (tensor * pipeline) <= share * memory_bytes:
-                row.assume(f"parallel: layout not stated, tensor {tensor} x pipeline {pipeline} taken (smallest that fits)")
+                row.assume(f"parallel: layout not stated, tensor {tensor} x pipeline {pipeline}, the smallest that fits")
                 return tensor, pipeline
     raise RowError(f"tp, pp: not stated, and none divides {num_gpus} GPUs and a global batch of {batch}")
 
@@ -522,20 +526,16 @@ def _pipeline_split(row: JobRow, model: dict[str, Any], parallel: dict[str, Any]
     if stages == 1:
         parallel["virtual_pipeline"] = 1
         return
-    layers = model["num_layers"] + (model.get("num_encoder_layers") or 0 if "encoder_decoder" in model["architecture"] else 0)
+    layers = model["num_layers"] + model.get("num_encoder_layers", 0)
+    slots = stages * chunks
     first, last = (row.note_count(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
-    if first and last and stages > 2:
-        split = [first, *_even(layers - first - last, stages - 2), last]
-    elif layers % (stages * chunks) == 0:
-        return
-    else:
-        split = _even(layers + 2, stages)
-        split = [split[0] - 1, *split[1:-1], split[-1] - 1]
-        row.assume(f"layers_per_stage: {layers} layers over {stages} stages taken as {split}")
-    parallel["layers_per_stage"] = split
-    if chunks > 1:
-        parallel["virtual_pipeline"] = 1
-        row.assume(f"virtual_pipeline: {chunks} chunks of an uneven split taken as one")
+    if first and last and stages > 2 and chunks == 1:
+        parallel["layers_per_stage"] = [first, *_even(layers - first - last, stages - 2), last]
+    elif layers % slots:
+        ends = _even(layers + 2, slots)
+        split = [ends[0] - 1, *ends[1:-1], ends[-1] - 1]
+        parallel["layers_per_stage"] = split
+        row.assume(f"layers_per_stage: {layers} layers over {stages} stages x {chunks} chunks taken as {split}")
 
 
 def _even(layers: int, stages: int) -> list[int]:
