@@ -43,7 +43,9 @@ _JobLoader.yaml_implicit_resolvers = {
 }
 # Whole numbers without YAML 1.1's octal and base-60 forms ("010", "1:30"), which nobody means.
 _INT = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
-_FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$")
+_FLOAT = re.compile(
+    r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
+)
 for _first in "-+0123456789.":
     _JobLoader.yaml_implicit_resolvers[_first] = [
         ("tag:yaml.org,2002:int", _INT),
@@ -87,10 +89,14 @@ def _refuse_traps(text: str) -> None:
     depth = 0
     for event in yaml.parse(text, Loader=_Base):
         if isinstance(event, yaml.AliasEvent):
-            raise _Refused(f"line {event.start_mark.line + 1}: YAML alias *{event.anchor}; expected the value itself")
+            raise _Refused(f"line {_line(event)}: YAML alias *{event.anchor}; expected the value itself")
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > _MAX_DEPTH:
-                raise _Refused(f"line {event.start_mark.line + 1}: nested more than {_MAX_DEPTH} deep; expected a job")
+                raise _Refused(f"line {_line(event)}: nested more than {_MAX_DEPTH} deep; expected a job")
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
+
+
+def _line(event: yaml.Event) -> int:
+    return event.start_mark.line + 1 if event.start_mark else 0

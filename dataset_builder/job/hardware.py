@@ -9,7 +9,7 @@ import difflib
 import functools
 import re
 from importlib import resources
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import yaml
 from pydantic import Field, model_validator
@@ -57,8 +57,8 @@ class DeviceSpec(Frozen):
 
     def peak(self, fmt: str) -> float:
         """Dense matrix peak in FLOP/s of ``fmt``; a format without hardware falls back to what would emulate it."""
-        peaks: dict[str, float] = dict(self.peak_flops_per_s)
-        return next(peaks[name] for name in (fmt, *_EMULATED_BY.get(fmt, ()), "fp32") if name in peaks)
+        candidates = (fmt, *_EMULATED_BY.get(fmt, ()), "fp32")
+        return next(peak for name in candidates if (peak := self.peak_flops_per_s.get(cast(PeakFormat, name))))
 
 
 class LinkSpec(Frozen):

@@ -1,4 +1,4 @@
-"""The shape of a transformer and its exact number of parameters.
+"""The shape of a transformer.
 
 Megatron's names are canonical; the spellings of Hugging Face and torchtitan are aliases. Sizes that a transformer
 usually derives (``ffn_hidden_size = 4 h``, ``head_dim = h / heads``, ``num_query_groups = heads``) may be left out.
@@ -20,7 +20,10 @@ GATED_ACTIVATIONS = ("swiglu", "geglu")
 
 
 class MoESpec(Frozen):
-    """Mixture-of-experts layers. ``dense_layers`` are the indices of layers that keep the dense feed-forward."""
+    """Mixture-of-experts layers; ``dense_layers`` are the indices of layers that keep the dense feed-forward.
+
+    ``shared_expert_ffn_hidden_size`` is the width of all shared experts together.
+    """
 
     num_experts: Count
     top_k: Count
@@ -29,6 +32,13 @@ class MoESpec(Frozen):
     shared_expert_ffn_hidden_size: CountOrZero | None = None
     dense_layers: tuple[CountOrZero, ...] = ()
     capacity_factor: Annotated[float, Field(gt=0)] | None = None
+
+    @property
+    def shared_width(self) -> int:
+        """Inner width of all shared experts together; 0 without any."""
+        if self.shared_expert_ffn_hidden_size is not None:
+            return self.shared_expert_ffn_hidden_size
+        return self.num_shared_experts * self.expert_ffn_hidden_size
 
 
 class MLASpec(Frozen):
@@ -60,14 +70,17 @@ class ModelSpec(Frozen):
     activation: Activation = "gelu"
     normalization: Literal["rmsnorm", "layernorm"] = "layernorm"
     norm_affine: bool = True
+    norm_bias: bool | None = None  # of a layernorm; None: as ``bias``
     tie_embeddings: bool = True
     bias: bool = True
     qkv_bias: bool | None = None
     position_embedding: Literal["rope", "learned", "alibi", "relative", "none"] = "learned"
     attention: Literal["causal", "full", "sliding"] | None = None
+    relative_buckets: Count = 32
     window: Count | None = None
     full_attention_every: Count | None = None
     qk_norm: bool = False
+    qk_norm_over: Literal["head", "projection"] = "head"
     post_norm: bool = False
     parallel_block: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -205,3 +218,93 @@ _CANONICAL = {
     "kv_channels": "head_dim", "padded_vocab_size": "vocab_size",
     "tie_word_embeddings": "tie_embeddings", "sliding_window": "window",
 }  # fmt: skip
+
+
+def num_parameters(model: ModelSpec) -> int:
+    """Every trained parameter, as the reference implementations count them; tied embeddings count once.
+
+    Learned positions need ``max_position_embeddings``. Multi-token-prediction modules are not part of the shape.
+    """
+    return _count_parameters(model, model.moe.num_experts if model.moe else 0)
+
+
+def active_parameters(model: ModelSpec) -> int:
+    """Parameters that one token passes: ``top_k`` of the experts, everything else whole."""
+    return _count_parameters(model, model.moe.top_k if model.moe else 0)
+
+
+def attention_parameters(model: ModelSpec) -> int:
+    """Projections of one self- or cross-attention with their biases and norms on queries and keys."""
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    if model.mla:
+        return _mla_parameters(model, model.mla)
+    queries, keys = heads * model.head_dim, model.num_query_groups * model.head_dim
+    weights = hidden * (queries + 2 * keys) + queries * hidden
+    qkv_bias = model.bias if model.qkv_bias is None else model.qkv_bias
+    biases = (queries + 2 * keys) * qkv_bias + hidden * model.bias
+    normed = 2 * model.head_dim if model.qk_norm_over == "head" else queries + keys
+    return weights + biases + normed * model.qk_norm
+
+
+def feed_forward_parameters(model: ModelSpec, width: int) -> int:
+    """Weights and biases of one feed-forward of inner ``width``; a gated one has three matrices."""
+    matrices = 3 if model.is_gated else 2
+    return matrices * model.hidden_size * width + model.bias * ((matrices - 1) * width + model.hidden_size)
+
+
+def _mla_parameters(model: ModelSpec, mla: MLASpec) -> int:
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    query_width = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    if mla.q_lora_rank:
+        queries = hidden * mla.q_lora_rank + mla.q_lora_rank + mla.q_lora_rank * query_width
+    else:
+        queries = hidden * query_width
+    down = hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank
+    up = mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return queries + down + up + heads * mla.v_head_dim * hidden
+
+
+def _norm_parameters(model: ModelSpec) -> int:
+    if not model.norm_affine:
+        return 0
+    has_bias = model.bias if model.norm_bias is None else model.norm_bias
+    return model.hidden_size * (2 if model.normalization == "layernorm" and has_bias else 1)
+
+
+def _count_parameters(model: ModelSpec, experts: int) -> int:
+    """``experts``: the routed experts counted in each mixture layer."""
+    norm, attention = _norm_parameters(model), attention_parameters(model)
+    norms = norm * ((1 if model.parallel_block else 2) + 2 * model.post_norm)
+    dense = feed_forward_parameters(model, model.ffn_hidden_size)
+    layers = model.encoder_layers + model.decoder_layers
+    total = layers * (attention + norms)
+    if model.architecture == "encoder_decoder":
+        total += model.decoder_layers * (attention + norm)  # cross-attention
+    if model.moe:
+        dense_layers = len(set(model.moe.dense_layers))
+        total += dense_layers * dense + (layers - dense_layers) * _mixture_parameters(model, model.moe, experts)
+    else:
+        total += layers * dense
+    return total + _embedding_parameters(model, norm)
+
+
+def _mixture_parameters(model: ModelSpec, moe: MoESpec, experts: int) -> int:
+    router = model.hidden_size * moe.num_experts
+    shared = feed_forward_parameters(model, moe.shared_width) if moe.shared_width else 0
+    return router + experts * feed_forward_parameters(model, moe.expert_ffn_hidden_size) + shared
+
+
+def _embedding_parameters(model: ModelSpec, norm: int) -> int:
+    """Embeddings, heads and the norms outside the layers."""
+    hidden, vocab = model.hidden_size, model.vocab_size
+    total = vocab * hidden * (1 if model.tie_embeddings else 2)
+    total += norm * (2 if model.architecture == "encoder_decoder" else 1)  # BERT's stands behind its embedding
+    total += model.num_token_types * hidden
+    if model.position_embedding == "learned":
+        total += (model.max_position_embeddings or 0) * hidden
+    if model.position_embedding == "relative":
+        stacks = (model.encoder_layers > 0) + (model.decoder_layers > 0)
+        total += stacks * model.relative_buckets * model.num_attention_heads
+    if model.mlm_head:
+        total += hidden * hidden + hidden + norm + vocab
+    return total

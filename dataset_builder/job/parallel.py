@@ -22,7 +22,7 @@ class Overlap(Frozen):
 
 
 class Recompute(Frozen):
-    """Activation recomputation: ``none``, ``selective`` (core attention), ``full``, or the first n layers of a stage."""
+    """Activations recomputed: ``none``, ``selective`` (core attention), ``full``, or the first n layers of a stage."""
 
     mode: Literal["none", "selective", "full"] = "none"
     full_layers: CountOrZero | None = None

@@ -59,7 +59,8 @@ class ClusterSpec(Frozen):
         if not isinstance(data, dict):
             return data
         notes = []
-        for key, canonical in (("gpu", canonical_device), ("intra_node", canonical_link), ("inter_node", canonical_link)):
+        for key in ("gpu", "intra_node", "inter_node"):
+            canonical = canonical_device if key == "gpu" else canonical_link
             written = data.get(key)
             if isinstance(written, str):
                 try:
@@ -280,9 +281,8 @@ def _runs_flash(job: TrainingJob) -> bool:
 
 def _resolved_parallel(job: TrainingJob, notes: list[str]) -> ParallelPlan:
     plan, family = job.parallel, _framework_family(job.software.framework)
-    filled: dict[str, Any] = {}
-    if plan.data is None:
-        filled["data"] = max(1, job.cluster.num_gpus // plan.model_parallel_size)
+    data = plan.data or max(1, job.cluster.num_gpus // plan.model_parallel_size)
+    filled: dict[str, Any] = {"data": data}
     if plan.schedule in (None, "1f1b", "interleaved"):
         filled["schedule"] = schedule = "interleaved" if plan.virtual_pipeline > 1 else "1f1b"
         if plan.schedule not in (None, schedule):
@@ -298,8 +298,7 @@ def _resolved_parallel(job: TrainingJob, notes: list[str]) -> ParallelPlan:
         filled["recompute"] = Recompute()
         notes.append("parallel.recompute: none assumed (not given)")
     if plan.shard_size is None and plan.sharding == "hsdp":
-        ranks = filled.get("data", plan.data) * plan.context
-        filled["shard_size"] = math.gcd(ranks, max(1, job.cluster.gpus_per_node // plan.tensor))
+        filled["shard_size"] = math.gcd(data * plan.context, max(1, job.cluster.gpus_per_node // plan.tensor))
         notes.append(f"parallel.shard_size: {filled['shard_size']} assumed, one node's share (not given)")
     return plan.model_copy(update=filled)
 
