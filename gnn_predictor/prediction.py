@@ -250,7 +250,7 @@ def _trace(job: TrainingJob, force: bool) -> _TracedJob:
     obstacles = [*unsupported_formats(job), *_memory_obstacles(memory, job)]
     if obstacles and not force:
         raise CannotRunError([f"{each} (--force predicts anyway)" for each in obstacles], source=job.name or "job")
-    warnings = (*obstacles, *(f"assumed: {sentence}" for sentence in job.assumed))
+    warnings = (*obstacles, *job.assumed)
     return _TracedJob(job, layout, graph, memory, featurize(job, graph, layout), warnings)
 
 

@@ -1,0 +1,135 @@
+"""The command line: streams, exit codes and messages."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gnn_predictor import __version__
+from gnn_predictor.infer import main
+
+_JOB = """
+name: small
+model: {num_layers: 8, hidden_size: 1024, num_attention_heads: 16, vocab_size: 51200}
+batch: {seq_length: 1024, micro_batch_size: 2, global_batch_size: 64}
+cluster: {gpu: A100-SXM4-80GB, num_nodes: 1, gpus_per_node: 8}
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    file = tmp_path / "job.yaml"
+    file.write_text(_JOB)
+    return file
+
+
+def test_json_goes_to_standard_output_and_nothing_else(
+    job: Path, untrained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(job), "--checkpoint", str(untrained), "--format", "json"]) == 0
+    printed = capsys.readouterr()
+    value = json.loads(printed.out)
+    assert value["provenance"] == {
+        "checkpoint": "untrained", "format_version": 1, "corpus": "none", "version": __version__
+    }  # fmt: skip
+    assert printed.err == ""
+
+
+def test_the_table_echoes_parameters_tokens_stages_and_warnings(
+    job: Path, untrained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(job), "--checkpoint", str(untrained)]) == 0
+    out = capsys.readouterr().out
+    for words in ("small:", "154 M parameters", "65,536 tokens per step", "Pipeline stages", "Critical path", "MFU"):
+        assert words in out
+    assert "assumed (not given)" in out
+    assert "\x1b" not in out  # plain when piped
+
+
+def test_set_overrides_values_with_yaml_types(
+    job: Path, untrained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["--set", "parallel.tensor=2", "--set", "precision={preset: bf16, attention: fp32}"]
+    assert main([str(job), "--checkpoint", str(untrained), "--format", "json", *settings]) == 0
+    resolved = json.loads(capsys.readouterr().out)["job"]
+    assert resolved["parallel"]["tensor"] == 2
+    assert resolved["precision"]["attention"] == "fp32"
+
+
+def test_standard_input_and_several_jobs(
+    job: Path, untrained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(_JOB.encode())))
+    assert main(["-", str(job), "--checkpoint", str(untrained), "--format", "json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert first["iteration_time_s"] == second["iteration_time_s"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--set", "parallel.tensr=2"], 2, "parallel.tensr"),
+        (["--set", "parallel.tensor=two"], 2, "parallel.tensor"),
+        (["--set", "parallel.tensor"], 2, "expected KEY.PATH=VALUE"),
+        (["--set", "model=[1"], 2, "--set model"),
+        (["--set", "batch.global_batch_size=65"], 4, "65"),
+        (["--set", "parallel.tensor=3"], 4, "3"),
+        (["--set", "precision=fp8_mixed"], 4, "fp8"),
+        (["--set", "model.num_layers=2000"], 4, "memory: stage 0 needs"),
+        (["--checkpoint", "/nonexistent"], 3, "/nonexistent: no such directory"),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_exit_code(
+    arguments: list[str], code: int, message: str, job: Path, untrained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(job), "--checkpoint", str(untrained), *arguments]) == code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+    assert all(len(line.split(": ")) > 1 for line in printed.err.splitlines())
+    assert "Traceback" not in printed.err
+
+
+def test_every_problem_is_a_line_of_file_key_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(_JOB.replace("num_layers: 8", "num_layers: -8").replace("seq_length: 1024", "seq_len: 1024"))
+    assert main([str(file)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 3
+    assert all(line.startswith(f"{file}: ") for line in lines)
+    assert any("model.num_layers" in line for line in lines)
+
+
+@pytest.mark.parametrize("path", ["missing.yaml", "."])
+def test_a_file_that_cannot_be_read_is_named(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / path)]) == 2
+    assert str(tmp_path / path) in capsys.readouterr().err
+
+
+def test_bad_usage_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, code in (([], 2), (["--nonsense"], 2), (["--help"], 0), (["--version"], 0)):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == code
+    assert __version__ in capsys.readouterr().out
+
+
+def test_a_bad_job_is_answered_at_once(tmp_path: Path) -> None:
+    """The contract's limit is 0.5 s; the fastest of three, as the machine may be busy."""
+    file = tmp_path / "bad.yaml"
+    file.write_text("model: {preset: no-such-model}\n")
+    command = [sys.executable, "-m", "gnn_predictor.infer", str(file)]
+    seconds: list[float] = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done: Any = subprocess.run(command, capture_output=True, cwd=Path(__file__).parents[2])
+        seconds.append(time.perf_counter() - start)
+        assert done.returncode == 2
+    assert min(seconds) < 0.5

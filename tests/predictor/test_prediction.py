@@ -1,0 +1,108 @@
+"""A prediction's parts agree with each other and with its published schema, whatever the weights are."""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from dataset_builder.job.errors import CannotRunError
+from gnn_predictor.prediction import Prediction, predict
+
+_SCHEMA = json.loads(resources.files("gnn_predictor.report").joinpath("prediction.schema.json").read_text())
+_LAYOUTS: dict[str, dict[str, Any]] = {
+    "data": {},
+    "tensor": {"parallel": {"tensor": 4, "sequence_parallel": True}},
+    "pipeline": {"parallel": {"pipeline": 4, "tensor": 2, "schedule": "1f1b"}},
+    "interleaved": {"parallel": {"pipeline": 4, "virtual_pipeline": 2, "schedule": "interleaved"}},
+    "zero3": {"parallel": {"sharding": "zero3", "recompute": "full"}},
+    "fp16": {"precision": "fp16_mixed"},
+    "priced": {"training": {"tokens": 1e9}, "price": {"usd_per_gpu_hour": 2.0}},
+}
+
+
+@pytest.mark.parametrize("name", _LAYOUTS)
+def test_json_follows_the_schema_and_its_parts_add_up(name: str, job_of: Any, untrained: Path) -> None:
+    prediction = predict(job_of(**_LAYOUTS[name]), checkpoint=untrained)
+    value = json.loads(json.dumps(prediction.to_dict(), allow_nan=False))
+    jsonschema.validate(value, _SCHEMA)
+    iteration_s = value["iteration_time_s"]
+    assert value["iteration_time_low_s"] <= iteration_s <= value["iteration_time_high_s"]
+    breakdown = value["breakdown"]
+    parts = [*breakdown["by_kind"].values(), *breakdown["exposed_communication"].values()]
+    assert math.fsum(parts) == pytest.approx(iteration_s)
+    assert math.fsum(breakdown["by_dtype"].values()) == pytest.approx(math.fsum(breakdown["by_kind"].values()))
+    for stage in value["stages"]:
+        per_microbatch = stage["forward_s"] + stage["backward_s"] + stage["recompute_s"]
+        rest = stage["communication_exposed_s"] + stage["optimizer_s"] + stage["overhead_s"]
+        assert value["num_microbatches"] * per_microbatch + rest == pytest.approx(stage["total_s"])
+        assert stage["total_s"] + stage["bubble_s"] == pytest.approx(iteration_s, rel=1e-4)
+        assert sum(stage["memory"].values()) == pytest.approx(stage["peak_memory_bytes"])
+    assert value["in_domain"] == (name != "fp16")
+
+
+def test_a_batch_gives_what_each_job_gives_alone(job_of: Any, untrained: Path) -> None:
+    jobs = [job_of(**changes) for changes in _LAYOUTS.values()]
+    together = predict(jobs, checkpoint=untrained)
+    alone = [predict(job, checkpoint=untrained) for job in jobs]
+    assert [p.iteration_time_s for p in together] == pytest.approx([p.iteration_time_s for p in alone], rel=1e-4)
+    assert predict([], checkpoint=untrained) == []
+
+
+def test_the_head_makes_the_last_stage_the_longest(job_of: Any, untrained: Path) -> None:
+    job = job_of(parallel={"pipeline": 4, "schedule": "1f1b"}, model={"vocab_size": 131072})
+    stages = predict(job, checkpoint=untrained).stages
+    assert stages[-1].total_s > stages[1].total_s
+    assert stages[1].total_s == pytest.approx(stages[2].total_s)
+    assert stages[0].memory.activations > stages[1].memory.activations > stages[2].memory.activations
+
+
+def test_a_job_that_does_not_fit_is_refused_with_the_arithmetic(job_of: Any, untrained: Path) -> None:
+    huge = job_of(model={"num_layers": 200, "hidden_size": 8192, "num_attention_heads": 64})
+    with pytest.raises(CannotRunError, match=r"memory: stage 0 needs [\d.]+ GB per GPU \(params .* has") as error:
+        predict(huge, checkpoint=untrained)
+    assert error.value.exit_code == 4
+    forced = predict(huge, checkpoint=untrained, force=True)
+    assert not forced.fits_memory
+    assert any(warning.startswith("memory:") for warning in forced.warnings)
+
+
+def test_a_format_without_hardware_is_refused(job_of: Any, untrained: Path) -> None:
+    with pytest.raises(CannotRunError, match="fp8"):
+        predict(job_of(precision="fp8_mixed"), checkpoint=untrained)
+    assert predict(job_of(precision="fp8_mixed"), checkpoint=untrained, force=True).iteration_time_s > 0
+
+
+def test_time_and_cost_of_a_whole_training(job_of: Any, untrained: Path) -> None:
+    def total(**training: float) -> Any:
+        prediction = predict(job_of(training=training, price={"usd_per_gpu_hour": 2.0}), checkpoint=untrained)
+        return prediction, prediction.total
+
+    prediction, by_tokens = total(tokens=64 * 1024 * 100.5)
+    assert by_tokens.steps == 101
+    assert by_tokens.gpu_hours == pytest.approx(101 * prediction.iteration_time_s * 8 / 3600)
+    assert by_tokens.usd == pytest.approx(2 * by_tokens.gpu_hours)
+    assert total(steps=10)[1].steps == 10
+    assert total(samples=640)[1].steps == 10
+
+
+def test_what_is_outside_the_training_data_is_said_and_widens_the_interval(job_of: Any, untrained: Path) -> None:
+    inside: Prediction = predict(job_of(), checkpoint=untrained)
+    outside: Prediction = predict(job_of(cluster={"gpu": "H100-SXM5-80GB"}), checkpoint=untrained)
+    assert inside.in_domain
+    assert not outside.in_domain
+    assert any("no run on H100-SXM5-80GB" in warning for warning in outside.warnings)
+
+    def width(prediction: Prediction) -> float:
+        return math.log(prediction.iteration_time_high_s / prediction.iteration_time_low_s)
+
+    assert width(outside) > 1.5 * width(inside)
+
+
+def test_assumed_defaults_are_said(job_of: Any, untrained: Path) -> None:
+    assert any("assumed (not given)" in warning for warning in predict(job_of(), checkpoint=untrained).warnings)
