@@ -68,12 +68,8 @@ def stage_memory(stage: StageFacts, job: TrainingJob, layout: RankLayout) -> Sta
     experts = float(stage.num_expert_parameters)
     copies = layout.expert_data_group.size
     expert_ranks = min(layout.shard_size, copies) if job.parallel.sharding == "hsdp" else copies
-    states = [
-        a + b
-        for a, b in zip(
-            model_states(dense, job, layout.shard_size), model_states(experts, job, expert_ranks), strict=True
-        )
-    ]
+    shares = zip(model_states(dense, job, layout.shard_size), model_states(experts, job, expert_ranks), strict=True)
+    params, grads, optimizer = (of_dense + of_experts for of_dense, of_experts in shares)
     held = microbatches_in_flight(stage.stage, job, layout.num_microbatches)
     activations = held * stage.saved_activation_bytes + stage.recompute_peak_bytes
     buffers = (
@@ -82,7 +78,7 @@ def stage_memory(stage: StageFacts, job: TrainingJob, layout: RankLayout) -> Sta
         + _gathered_bytes(stage, job, layout.shard_size)
         + _fp8_copy_bytes(stage, job.precision)
     )
-    return StageMemory(*states, activations=activations, buffers=buffers)
+    return StageMemory(params, grads, optimizer, activations, buffers)
 
 
 def model_states(num_parameters: float, job: TrainingJob, shard_size: int) -> tuple[float, float, float]:

@@ -270,7 +270,8 @@ def _memory_obstacles(memory: Sequence[StageMemory], job: TrainingJob) -> list[s
 
 @functools.lru_cache(maxsize=4)
 def _network(checkpoint: Checkpoint) -> tuple[Ensemble, NetworkConfig]:
-    settings = {key: tuple(v) if isinstance(v, list) else v for key, v in checkpoint.config.network.items()}
+    chosen = checkpoint.config.network.items()
+    settings: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in chosen}
     try:
         config = NetworkConfig(**settings)
         return Ensemble.from_tensors(config, checkpoint.tensors), config
