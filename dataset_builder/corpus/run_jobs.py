@@ -416,7 +416,7 @@ def _guess_layout(row: JobRow, model: dict[str, Any], cluster: dict[str, Any]) -
             divides = divides and num_gpus % (tensor * pipeline) == 0 and model["num_layers"] % pipeline == 0
             divides = divides and batch % (num_gpus // (tensor * pipeline)) == 0
             if divides and needed_bytes / (tensor * pipeline) <= share * memory_bytes:
-                row.assume(f"parallel: layout not stated, tensor {tensor} x pipeline {pipeline}, the smallest that fits")
+                row.assume(f"parallel: not stated, tensor {tensor} x pipeline {pipeline}, the smallest that fits")
                 return tensor, pipeline
     raise RowError(f"tp, pp: not stated, and none divides {num_gpus} GPUs and a global batch of {batch}")
 

@@ -1,0 +1,181 @@
+"""Graphs, runs and operators as columns of arrow tables, and back.
+
+A node is a row; ``graph`` numbers the graph it belongs to. Everything that a :class:`TrainingGraph` holds survives the
+round trip exactly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from dataset_builder.corpus.measurements import OpMeasurement, RunMeasurement
+from dataset_builder.job.hardware import DeviceSpec, LinkSpec
+from dataset_builder.job.schema import TrainingJob
+from dataset_builder.tracing.graph import Edge, OpNode, StageFacts, TrainingGraph
+from dataset_builder.tracing.layout import AxisGroup
+
+Columns = dict[str, NDArray[Any]]
+
+_TEXT = pa.dictionary(pa.int32(), pa.string())
+_NODE_TYPES: dict[str, pa.DataType] = {
+    "kind": _TEXT, "op": _TEXT, "module": _TEXT, "phase": _TEXT, "shape": pa.list_(pa.int64()),
+    "input_dtype": _TEXT, "output_dtype": _TEXT, "accumulate_dtype": _TEXT, "axis": _TEXT, "group_size": pa.int32(),
+    "per": _TEXT, "flops": pa.float64(), "bytes_read": pa.float64(), "bytes_written": pa.float64(),
+    "message_bytes": pa.float64(), "launches": pa.float64(),
+}  # fmt: skip
+NODE_FIELDS = tuple(_NODE_TYPES)
+_STAGE_TYPES: dict[str, pa.DataType] = {
+    "stage": pa.int32(), "layers": pa.list_(pa.int32()), "has_embedding": pa.bool_(), "has_head": pa.bool_(),
+    "num_parameters": pa.int64(), "num_expert_parameters": pa.int64(), "saved_activation_bytes": pa.float64(),
+    "recompute_peak_bytes": pa.float64(), "logits_bytes": pa.float64(),
+}  # fmt: skip
+
+
+def _table(types: dict[str, pa.DataType], records: Sequence[Sequence[Any]]) -> pa.Table:
+    columns: Iterable[Any] = zip(*records, strict=True) if records else ([] for _ in types)
+    arrays = [pa.array(column, type=kind) for column, kind in zip(columns, types.values(), strict=True)]
+    return pa.Table.from_arrays(arrays, names=list(types))
+
+
+def _fields(value: Any, names: Iterable[str]) -> tuple[Any, ...]:
+    return tuple(getattr(value, name) for name in names)
+
+
+def graph_tables(graphs: Sequence[TrainingGraph]) -> dict[str, pa.Table]:
+    """The tables ``graphs``, ``nodes``, ``edges``, ``repeats`` (where not zero) and ``stages``."""
+    nodes, edges, repeats, stages, heads = [], [], [], [], []
+    for number, graph in enumerate(graphs):
+        heads.append((number, graph.num_microbatches, graph.fingerprint, graph.tracer_version, len(graph.stages)))
+        nodes += [(number, *_fields(node, NODE_FIELDS)) for node in graph.nodes]
+        edges += [(number, edge.source, edge.target, edge.kind) for edge in graph.edges]
+        stages += [(number, *_fields(stage, _STAGE_TYPES)) for stage in graph.stages]
+        for stage, node in np.argwhere(graph.repeats):
+            repeats.append((number, int(stage), int(node), float(graph.repeats[stage, node])))
+    number_type = {"graph": pa.int32()}
+    return {
+        "graphs": _table(
+            number_type
+            | {"num_microbatches": pa.int64(), "fingerprint": pa.string(), "tracer_version": _TEXT,
+               "num_stages": pa.int32()},
+            heads,
+        ),
+        "nodes": _table(number_type | _NODE_TYPES, nodes),
+        "edges": _table(number_type | {"source": pa.int32(), "target": pa.int32(), "kind": _TEXT}, edges),
+        "repeats": _table(
+            number_type | {"stage": pa.int32(), "node": pa.int32(), "repeats": pa.float64()}, repeats
+        ),
+        "stages": _table(number_type | _STAGE_TYPES, stages),
+    }  # fmt: skip
+
+
+class StoredGraphs:
+    """Graphs read back from their tables, each built when asked for."""
+
+    def __init__(self, tables: dict[str, pa.Table]) -> None:
+        count = tables["graphs"].num_rows
+        self._tables = tables
+        self._bounds = {
+            name: np.searchsorted(tables[name]["graph"].to_numpy(), np.arange(count + 1))
+            for name in ("nodes", "edges", "repeats", "stages")
+        }
+
+    def _rows(self, name: str, number: int) -> list[dict[str, Any]]:
+        start, stop = self._bounds[name][number : number + 2]
+        rows: list[dict[str, Any]] = self._tables[name].slice(start, stop - start).drop_columns("graph").to_pylist()
+        return rows
+
+    def __getitem__(self, number: int) -> TrainingGraph:
+        head = self._tables["graphs"].slice(number, 1).to_pylist()[0]
+        nodes = tuple(OpNode(**{**row, "shape": tuple(row["shape"])}) for row in self._rows("nodes", number))
+        repeats = np.zeros((head["num_stages"], len(nodes)))
+        for row in self._rows("repeats", number):
+            repeats[row["stage"], row["node"]] = row["repeats"]
+        return TrainingGraph(
+            nodes=nodes,
+            edges=tuple(Edge(**row) for row in self._rows("edges", number)),
+            repeats=repeats,
+            stages=tuple(StageFacts(**{**row, "layers": tuple(row["layers"])}) for row in self._rows("stages", number)),
+            num_microbatches=head["num_microbatches"],
+            fingerprint=head["fingerprint"],
+            tracer_version=head["tracer_version"],
+        )
+
+
+_RUN_TYPES: dict[str, pa.DataType] = {
+    "run_id": pa.string(), "source_id": _TEXT, "gpu": _TEXT, "precision": _TEXT, "architecture": _TEXT,
+    "job_group": pa.string(), "iter_time_s": pa.float64(), "peak_mem_gb": pa.float64(),
+    "assumed": pa.list_(pa.string()), "job": pa.string(), "graph": pa.int32(),
+}  # fmt: skip
+
+
+def run_table(runs: Sequence[RunMeasurement], graph_of: Sequence[int]) -> pa.Table:
+    """Runs that have a job; ``graph_of[i]`` numbers the graph of run ``i``, and ``job`` is the resolved job as JSON."""
+    records = []
+    for run, graph in zip(runs, graph_of, strict=True):
+        assert run.job is not None
+        job = run.job.model_dump_json(exclude_none=True)
+        records.append((*_fields(run, list(_RUN_TYPES)[:8]), list(run.assumed), job, graph))
+    return _table(_RUN_TYPES, records)
+
+
+def stored_runs(table: pa.Table) -> list[RunMeasurement]:
+    """The runs of :func:`run_table`."""
+    runs = []
+    for row in table.to_pylist():
+        assumed = tuple(row.pop("assumed"))
+        job = TrainingJob.model_validate(json.loads(row.pop("job"))).resolved()
+        row.pop("graph")
+        runs.append(RunMeasurement(**row, job=job.model_copy(update={"assumed": assumed}), reason="", assumed=assumed))
+    return runs
+
+
+_OP_TYPES: dict[str, pa.DataType] = {
+    "op_id": pa.string(), "source_id": _TEXT, "gpu": _TEXT, "latency_s": pa.float64(), "op_group": pa.string(),
+    "includes_launch": pa.bool_(),
+}  # fmt: skip
+_GROUP_TYPES: dict[str, pa.DataType] = {"group_ranks": pa.int32(), "group_nodes": pa.int32(), "group_link": _TEXT}
+
+
+def op_table(operators: Sequence[OpMeasurement]) -> pa.Table:
+    """Operators, a row each; a collective's link is its specification as JSON."""
+    records = []
+    links: dict[LinkSpec, str] = {}
+    for operator in operators:
+        group = operator.group
+        place: tuple[Any, ...] = (None, None, None)
+        if group is not None:
+            if group.link not in links:
+                links[group.link] = group.link.model_dump_json()
+            place = (group.size, group.nodes, links[group.link])
+        records.append((*_fields(operator, _OP_TYPES), *place, *_fields(operator.node, NODE_FIELDS)))
+    return _table(_OP_TYPES | _GROUP_TYPES | _NODE_TYPES, records)
+
+
+def stored_operators(table: pa.Table, devices: dict[str, DeviceSpec]) -> list[OpMeasurement]:
+    """The operators of :func:`op_table`; ``devices`` maps the table's GPU names to their specifications."""
+    columns = {name: table[name].to_pylist() for name in table.column_names}
+    links = {text: LinkSpec.model_validate_json(text) for text in set(columns["group_link"]) if text is not None}
+    node_columns = [columns[name] for name in NODE_FIELDS]
+    own_columns = [columns[name] for name in _OP_TYPES]
+    operators = []
+    for row in range(table.num_rows):
+        fields = [column[row] for column in node_columns]
+        fields[NODE_FIELDS.index("shape")] = tuple(fields[NODE_FIELDS.index("shape")])
+        op_id, source_id, gpu, latency_s, op_group, includes_launch = (column[row] for column in own_columns)
+        link = columns["group_link"][row]
+        group = (
+            AxisGroup(columns["group_ranks"][row], links[link], columns["group_nodes"][row])
+            if link is not None
+            else None
+        )
+        node = OpNode(*fields)
+        operators.append(
+            OpMeasurement(op_id, source_id, gpu, node, devices[gpu], group, latency_s, op_group, includes_launch)
+        )
+    return operators
