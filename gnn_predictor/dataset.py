@@ -20,6 +20,7 @@ from torch_geometric.loader import DataLoader
 
 from dataset_builder.corpus.measurements import OpMeasurement
 from dataset_builder.job.schema import SoftwareStack
+from dataset_builder.tracing.work import roofline_s
 from gnn_predictor.batch import GraphBatch, device_index, pipeline_shape, stage_rows
 from gnn_predictor.features import (
     FORMATS,
@@ -28,7 +29,6 @@ from gnn_predictor.features import (
     node_features,
     software_features,
 )
-from dataset_builder.tracing.work import roofline_s
 
 _SHIFTED_BY_NODES = ("edge_index", "entry_node")
 _TENSORS = (

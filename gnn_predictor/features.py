@@ -123,7 +123,9 @@ def _log(value: float, center: float) -> float:
     return (math.log(value) - center) / 4 if value > 1e-15 else -3.0
 
 
-def hardware_features(device: DeviceSpec, intra: LinkSpec | None, inter: LinkSpec | None, num_nodes: int) -> list[float]:
+def hardware_features(
+    device: DeviceSpec, intra: LinkSpec | None, inter: LinkSpec | None, num_nodes: int
+) -> list[float]:
     """A device's and its links' specification, as logarithms around an A100's."""
     log = math.log
     peaks = [log(device.peak(name) / 312e12) / 2 for name in DEVICE_FORMATS]

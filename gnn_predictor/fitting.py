@@ -62,21 +62,7 @@ def fit(
     runs: RunExamples,
     operators: OperatorExamples,
     state_file: Path | None = None,
-    report: def _scales(runs: RunExamples, operators: OperatorExamples) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of node features (half runs, half operators) and of workload features."""
-    run_nodes = torch.from_numpy(np.concatenate([graph.node_features for graph in runs.graphs]))
-    workload = torch.from_numpy(np.concatenate([graph.workload for graph in runs.graphs]))
-    means = [(part.mean(0), part.var(0)) for part in (run_nodes, operators.node_features)]
-    mean = (means[0][0] + means[1][0]) / 2
-    variance = sum((var + (m - mean) ** 2) for m, var in means) / 2
-    floor = 0.05  # a column that hardly varies must not blow up elsewhere
-    return (
-        torch.stack([mean, torch.as_tensor(variance).sqrt().clamp(min=floor)]),
-        torch.stack([workload.mean(0), workload.std(0).clamp(min=floor)]),
-    )
-
-
-EpochReport = lambda epoch, metrics: None,
+    report: EpochReport = lambda epoch, metrics: None,
 ) -> Predictor:
     """Trains a network on these runs and operators and returns it in evaluation mode."""
     training = _Training(config, settings, runs, operators)

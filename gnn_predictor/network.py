@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -62,6 +63,19 @@ class StageTable:
     backward_s: Tensor  # [K] with recompute and exposed communication
     iteration_s: Tensor  # [K] optimizer and exposed data-parallel communication
     hop_s: Tensor  # [K]
+
+
+# Where training starts from; what it learns are factors on these.
+_KERNEL_LAUNCH_S = 4e-6  # between kernels on the device
+_HOST_LAUNCH_S = 8e-6  # of the host's time
+_STEP_OVERHEAD_S = 3e-3  # of an iteration, whatever it runs
+_TYPICAL_LOG_SPREAD = -2.3  # log of an expected error of 10%
+_MOST_LOG_FACTOR = 4.0
+
+
+def _limited(log_factor: Tensor) -> Tensor:
+    """Keeps a learned factor within e^-4 to e^4, softly: no input can make a time overflow."""
+    return _MOST_LOG_FACTOR * torch.tanh(log_factor / _MOST_LOG_FACTOR)
 
 
 def _identity_scale(columns: int) -> Tensor:
@@ -138,15 +152,15 @@ class Predictor(nn.Module):
         self._start_from_physics()
 
     def _start_from_physics(self) -> None:
-        """Starts at 1.6x the roofline, communication a third exposed, 8 us of host time a launch, 3 ms a step."""
+        """Starts at 1.6x the roofline, with most of the communication exposed and typical launch costs."""
         last = self.readout[-1]
         assert isinstance(last, nn.Linear)
         nn.init.normal_(last.weight, std=0.02)
         nn.init.zeros_(self.device.weight)
         nn.init.normal_(self.graph_readout.weight, std=0.02)
         with torch.no_grad():
-            last.bias.copy_(torch.tensor([0.5, 0.5, -13.0]))
-            self.graph_readout.bias.copy_(torch.tensor([-11.7, -5.8, -2.3, -12.5]))
+            last.bias.copy_(torch.tensor([0.5, 0.5, 0.0]))
+            nn.init.zeros_(self.graph_readout.bias)
 
     def set_scales(self, node: Tensor, workload: Tensor) -> None:
         """Mean and deviation (rows 0 and 1) by which inputs are brought to order one."""
@@ -183,11 +197,17 @@ class Predictor(nn.Module):
             h = layer(h, context, batch)
         slowdown, exposure, launch = self.readout(h).unbind(-1)
         host, overhead, spread, kernel = self.graph_readout(context).unbind(-1)
-        launch_s = torch.exp((launch + 13.0) + kernel[batch.node_graph])
-        seconds = torch.exp(batch.log_roofline_s + slowdown) + batch.launches * launch_s
+        launch_s = _KERNEL_LAUNCH_S * torch.exp(_limited(launch + kernel[batch.node_graph]))
+        seconds = torch.exp(batch.log_roofline_s + _limited(slowdown)) + batch.launches * launch_s
         message = batch.is_overlappable
         exposed = seconds * (1 - message + message * torch.sigmoid(exposure))
-        return NodeTimes(seconds, exposed, torch.exp(host), torch.exp(overhead), spread)
+        return NodeTimes(
+            seconds,
+            exposed,
+            host_s_per_launch=_HOST_LAUNCH_S * torch.exp(_limited(host)),
+            overhead_s=_STEP_OVERHEAD_S * torch.exp(_limited(overhead)),
+            log_spread=_TYPICAL_LOG_SPREAD + _limited(spread),
+        )
 
     def forward(self, batch: GraphBatch) -> tuple[Tensor, NodeTimes, StageTable]:
         """Iteration seconds [B], node times and stage table."""
@@ -251,7 +271,7 @@ class Ensemble(nn.Module):
 
     @classmethod
     def from_tensors(cls, config: NetworkConfig, tensors: Mapping[str, Tensor]) -> Ensemble:
-        """Rebuilds the ensemble that :meth:`torch.nn.Module.state_dict` described; raises RuntimeError on a mismatch."""
+        """Rebuilds the ensemble of a state dictionary; raises RuntimeError when it does not fit ``config``."""
         count = 1 + max(int(name.split(".")[1]) for name in tensors)
         ensemble = cls([Predictor(config) for _ in range(count)])
         ensemble.load_state_dict(dict(tensors))

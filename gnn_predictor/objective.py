@@ -1,4 +1,4 @@
-"""What training minimises: robust log errors of iteration times and operator latencies, weighted so that no source rules.
+"""What training minimises: robust log errors of iteration times and operator latencies, so weighted that none rules.
 
 All errors are natural logarithms of predicted over measured seconds, so 0.1 is about 10%.
 """

@@ -31,14 +31,13 @@ from gnn_predictor.crossvalidation import (
     Workshop,
     conformal_factor,
     fit_all,
-    held_out_operators,
     operator_errors,
     predict_graphs,
     split_tasks,
     trained,
 )
-from gnn_predictor.dataset import Examples, load_examples
 from gnn_predictor.domain import domain_of
+from gnn_predictor.examples import Examples, load_examples
 from gnn_predictor.features import FEATURE_HASH
 from gnn_predictor.fitting import FitSettings
 from gnn_predictor.metrics import evaluation_metrics, operator_figures
