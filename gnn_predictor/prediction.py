@@ -13,38 +13,32 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import Any, overload
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dataset_builder.job.errors import CannotRunError
 from dataset_builder.job.flops import model_flops_per_sequence
 from dataset_builder.job.hardware import DeviceSpec
 from dataset_builder.job.precision import PrecisionPolicy
 from dataset_builder.job.schema import TrainingJob
-from dataset_builder.tracing.graph import COLLECTIVES, TrainingGraph
+from dataset_builder.tracing.graph import TrainingGraph
 from dataset_builder.tracing.layout import RankLayout, rank_layout, unsupported_formats
 from dataset_builder.tracing.trace import build_graph
 from gnn_predictor import __version__
 from gnn_predictor.batch import collate
 from gnn_predictor.checkpoint import Checkpoint, CheckpointError, Interval, load_checkpoint
+from gnn_predictor.critical_path import Breakdown, JobTimes, breakdown
 from gnn_predictor.domain import outside
-from gnn_predictor.features import AXES, NUM_SLOTS, SLOTS, GraphArrays, featurize
+from gnn_predictor.features import SLOTS, GraphArrays, featurize
 from gnn_predictor.memory import StageMemory, stage_memory
 from gnn_predictor.network import Ensemble, NetworkConfig
-from gnn_predictor.schedule import Makespan, PipelineShape, pipeline_makespan
-
-Floats = NDArray[np.float64]
 
 SCHEMA_VERSION = 1
 MFU_CONVENTION = "causal attention, no recompute, dense peak of the GEMM format"
-_SLOT = {name: index for index, name in enumerate(SLOTS)}
 _JOBS_AT_ONCE = 64
 
 
@@ -80,16 +74,6 @@ class StagePrediction:
             "peak_memory_bytes": self.peak_memory_bytes,
             "memory": memory,
         }
-
-
-@dataclass(frozen=True, slots=True)
-class Breakdown:
-    """Where the critical path's seconds go. ``host`` is time in which the device waits for the host."""
-
-    by_kind: Mapping[str, float]
-    by_dtype: Mapping[str, float]
-    exposed_communication: Mapping[str, float]
-    overlapped_communication: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,85 +270,13 @@ def _predict_batch(traced: Sequence[_TracedJob], checkpoint: Checkpoint) -> list
     batch = collate([each.arrays for each in traced], config.devices)
     with torch.inference_mode():
         _, times, table = network(batch)
-    answer = _Answer(
-        node_graph=batch.node_graph.numpy(),
-        seconds=_numpy(times.seconds),
-        exposed_s=_numpy(times.exposed_s),
-        overhead_s=_numpy(times.overhead_s),
-        spread=np.exp(_numpy(times.log_spread)),
-        slots=_numpy(table.slots),
-        forward_s=_numpy(table.forward_s),
-        backward_s=_numpy(table.backward_s),
-        iteration_s=_numpy(table.iteration_s),
-        hop_s=_numpy(table.hop_s),
-    )
-    return [
-        _prediction(each, _JobTimes.of(answer, index, batch.stage_rows[index], batch.shapes[index]), checkpoint)
-        for index, each in enumerate(traced)
-    ]
+        answers = [JobTimes.of(index, batch, times, table) for index in range(len(traced))]
+    return [_prediction(each, answer, checkpoint) for each, answer in zip(traced, answers, strict=True)]
 
 
-def _numpy(tensor: torch.Tensor) -> Floats:
-    return tensor.double().numpy()
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """The network's answer for a batch, as float64: N nodes, K distinct stages, B jobs."""
-
-    node_graph: NDArray[np.int64]  # [N]
-    seconds: Floats  # [N]
-    exposed_s: Floats  # [N]
-    overhead_s: Floats  # [B]
-    spread: Floats  # [B]
-    slots: Floats  # [K, NUM_SLOTS]
-    forward_s: Floats  # [K]
-    backward_s: Floats  # [K]
-    iteration_s: Floats  # [K]
-    hop_s: Floats  # [K]
-
-
-@dataclass(frozen=True)
-class _JobTimes:
-    """The network's answer for one job: n nodes, S pipeline stages."""
-
-    seconds: Floats  # [n]
-    exposed_s: Floats  # [n]
-    overhead_s: float
-    spread: float
-    slots: Floats  # [S, NUM_SLOTS]
-    forward_s: Floats  # [S]
-    backward_s: Floats  # [S]
-    iteration_s: Floats  # [S]
-    path: Makespan
-    hop_s: float
-
-    @classmethod
-    def of(cls, answer: _Answer, index: int, stages: Sequence[int], shape: PipelineShape) -> _JobTimes:
-        rows, nodes = list(stages), answer.node_graph == index
-        forward, backward, hop = answer.forward_s[rows], answer.backward_s[rows], float(answer.hop_s[rows].mean())
-        if shape.num_ranks == 1:
-            counts = np.array([float(shape.num_microbatches)])
-            path = Makespan(float((forward + backward)[0]) * shape.num_microbatches, counts, counts, 0.0)
-        else:
-            path = pipeline_makespan(shape, forward.tolist(), backward.tolist(), hop)
-        return cls(
-            seconds=answer.seconds[nodes],
-            exposed_s=answer.exposed_s[nodes],
-            overhead_s=float(answer.overhead_s[index]),
-            spread=float(answer.spread[index]),
-            slots=answer.slots[rows],
-            forward_s=forward,
-            backward_s=backward,
-            iteration_s=answer.iteration_s[rows],
-            path=path,
-            hop_s=hop,
-        )
-
-
-def _prediction(traced: _TracedJob, times: _JobTimes, checkpoint: Checkpoint) -> Prediction:
-    breakdown = _breakdown(traced, times)
-    iteration_s = sum(breakdown.by_kind.values()) + sum(breakdown.exposed_communication.values())
+def _prediction(traced: _TracedJob, times: JobTimes, checkpoint: Checkpoint) -> Prediction:
+    parts = breakdown(traced.graph, traced.arrays, times)
+    iteration_s = sum(parts.by_kind.values()) + sum(parts.exposed_communication.values())
     outside_reasons = outside(traced.job, checkpoint.config.domain)
     low, high = _bounds(iteration_s, times.spread, checkpoint.config.interval, not outside_reasons)
     return Prediction(
@@ -376,7 +288,7 @@ def _prediction(traced: _TracedJob, times: _JobTimes, checkpoint: Checkpoint) ->
         iteration_time_high_s=high,
         interval=checkpoint.config.interval.level,
         stages=_stages(traced, times, iteration_s),
-        breakdown=breakdown,
+        breakdown=parts,
         fits_memory=traced.fits_memory,
         in_domain=not outside_reasons,
         warnings=(*traced.warnings, *(f"outside the training data: {reason}" for reason in outside_reasons)),
@@ -395,7 +307,7 @@ def _bounds(seconds: float, spread: float, interval: Interval, in_domain: bool) 
     return seconds * math.exp(-min(interval.low * factor, 5.0)), seconds * math.exp(min(interval.high * factor, 5.0))
 
 
-def _stages(traced: _TracedJob, times: _JobTimes, iteration_s: float) -> tuple[StagePrediction, ...]:
+def _stages(traced: _TracedJob, times: JobTimes, iteration_s: float) -> tuple[StagePrediction, ...]:
     microbatches = traced.layout.num_microbatches
     stages = []
     for index, facts in enumerate(traced.graph.stages):
@@ -419,56 +331,6 @@ def _stages(traced: _TracedJob, times: _JobTimes, iteration_s: float) -> tuple[S
             )
         )
     return tuple(stages)
-
-
-def _breakdown(traced: _TracedJob, times: _JobTimes) -> Breakdown:
-    """Sums node times along the critical path, which runs stage s's forward ``forward_counts[s]`` times, and so on."""
-    arrays, nodes = traced.arrays, traced.graph.nodes
-    weight = arrays.entry_weight.astype(np.float64) * _executions(arrays, times)[arrays.entry_cell]
-    per_node = np.bincount(arrays.entry_node, weights=weight, minlength=len(nodes))
-    exposed = per_node * times.exposed_s
-    hidden = per_node * times.seconds - exposed
-    by_kind: dict[str, float] = defaultdict(float)
-    by_dtype: dict[str, float] = defaultdict(float)
-    exposed_axis, hidden_axis = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0)
-    for node, seconds, hidden_s in zip(nodes, exposed.tolist(), hidden.tolist(), strict=True):
-        if node.kind in COLLECTIVES:
-            axis = node.axis or "data"
-            exposed_axis[axis] += seconds
-            hidden_axis[axis] += hidden_s
-        elif seconds:
-            by_kind[node.kind] += seconds
-            by_dtype[node.input_dtype] += seconds
-    by_kind["host"] = by_dtype["host"] = _host_s(times)
-    return Breakdown(_largest_first(by_kind), _largest_first(by_dtype), exposed_axis, hidden_axis)
-
-
-def _executions(arrays: GraphArrays, times: _JobTimes) -> Floats:
-    """How often the critical path runs each cell (distinct stage and slot). [K * NUM_SLOTS]"""
-    path, last = times.path, int(times.iteration_s.argmax())
-    executions = np.zeros((len(arrays.cell_launches) // NUM_SLOTS, NUM_SLOTS))
-    for stage, row in enumerate(arrays.stage_class.tolist()):
-        executions[row, [_SLOT["forward"], _SLOT["comm_forward"]]] += path.forward_counts[stage]
-        executions[row, [_SLOT["backward"], _SLOT["recompute"], _SLOT["comm_backward"]]] += path.backward_counts[stage]
-        executions[row, _SLOT["hop"]] += path.hop_counts / len(arrays.stage_class)
-        if stage == last:
-            executions[row, [_SLOT["optimizer"], _SLOT["comm_iteration"]]] += 1.0
-    return executions.reshape(-1)
-
-
-def _host_s(times: _JobTimes) -> float:
-    """Seconds of the critical path in which the device waits for the host: slow launches, and what every step costs."""
-    slot = {name: times.slots[:, index] for name, index in _SLOT.items()}
-    forward = times.forward_s - slot["forward"] - slot["comm_forward"]
-    backward = times.backward_s - slot["backward"] - slot["recompute"] - slot["comm_backward"]
-    last = int(times.iteration_s.argmax())
-    step = times.iteration_s[last] - slot["optimizer"][last] - slot["comm_iteration"][last]
-    waiting = float(times.path.forward_counts @ forward + times.path.backward_counts @ backward + step)
-    return max(0.0, waiting) + times.overhead_s
-
-
-def _largest_first(seconds: Mapping[str, float]) -> dict[str, float]:
-    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 def _gemm_peak(device: DeviceSpec, policy: PrecisionPolicy) -> float:

@@ -1,0 +1,126 @@
+"""The network's answer for one job: its stages' times, and where the seconds of the critical path go.
+
+All times in seconds. The critical path runs stage s's forward ``path.forward_counts[s]`` times, its backward
+``path.backward_counts[s]`` times, and ends with the optimizer of the stage whose step takes longest.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dataset_builder.tracing.graph import COLLECTIVES, TrainingGraph
+from gnn_predictor.batch import GraphBatch
+from gnn_predictor.features import AXES, NUM_SLOTS, SLOTS, GraphArrays
+from gnn_predictor.network import NodeTimes, StageTable
+from gnn_predictor.schedule import Makespan, pipeline_makespan
+
+Floats = NDArray[np.float64]
+_SLOT = {name: index for index, name in enumerate(SLOTS)}
+_FORWARD = [_SLOT[name] for name in ("forward", "comm_forward")]
+_BACKWARD = [_SLOT[name] for name in ("backward", "recompute", "comm_backward")]
+_STEP = [_SLOT[name] for name in ("optimizer", "comm_iteration")]
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Where the critical path's seconds go. ``host`` is time in which the device waits for the host."""
+
+    by_kind: Mapping[str, float]
+    by_dtype: Mapping[str, float]
+    exposed_communication: Mapping[str, float]
+    overlapped_communication: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class JobTimes:
+    """The network's answer for one job as float64: n nodes, S pipeline stages."""
+
+    seconds: Floats  # [n]
+    exposed_s: Floats  # [n] what the critical path waits for
+    overhead_s: float  # per iteration, beside the graph
+    spread: float  # expected size of the log error
+    slots: Floats  # [S, NUM_SLOTS] device seconds per microbatch, or per iteration
+    forward_s: Floats  # [S] per microbatch, with exposed communication, at least the host's time
+    backward_s: Floats  # [S] the same with recompute
+    iteration_s: Floats  # [S] optimizer and exposed data-parallel communication
+    path: Makespan
+
+    @classmethod
+    def of(cls, index: int, batch: GraphBatch, times: NodeTimes, table: StageTable) -> JobTimes:
+        """Job ``index`` of a batch."""
+        rows, nodes = list(batch.stage_rows[index]), batch.node_graph == index
+        forward, backward, shape = _numpy(table.forward_s[rows]), _numpy(table.backward_s[rows]), batch.shapes[index]
+        if shape.num_ranks == 1:
+            counts = np.array([float(shape.num_microbatches)])
+            path = Makespan(float((forward + backward)[0]) * shape.num_microbatches, counts, counts, 0.0)
+        else:
+            path = pipeline_makespan(shape, forward.tolist(), backward.tolist(), float(table.hop_s[rows].mean()))
+        return cls(
+            seconds=_numpy(times.seconds[nodes]),
+            exposed_s=_numpy(times.exposed_s[nodes]),
+            overhead_s=float(times.overhead_s[index]),
+            spread=float(times.log_spread[index].exp()),
+            slots=_numpy(table.slots[rows]),
+            forward_s=forward,
+            backward_s=backward,
+            iteration_s=_numpy(table.iteration_s[rows]),
+            path=path,
+        )
+
+
+def breakdown(graph: TrainingGraph, arrays: GraphArrays, times: JobTimes) -> Breakdown:
+    """Sums node times along the critical path."""
+    weight = arrays.entry_weight.astype(np.float64) * _executions(arrays, times)[arrays.entry_cell]
+    per_node = np.bincount(arrays.entry_node, weights=weight, minlength=len(graph.nodes))
+    exposed = per_node * times.exposed_s
+    hidden = per_node * times.seconds - exposed
+    by_kind: dict[str, float] = defaultdict(float)
+    by_dtype: dict[str, float] = defaultdict(float)
+    exposed_axis, hidden_axis = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0)
+    for node, seconds, hidden_s in zip(graph.nodes, exposed.tolist(), hidden.tolist(), strict=True):
+        if node.kind in COLLECTIVES:
+            axis = node.axis or "data"
+            exposed_axis[axis] += seconds
+            hidden_axis[axis] += hidden_s
+        elif seconds:
+            by_kind[node.kind] += seconds
+            by_dtype[node.input_dtype] += seconds
+    by_kind["host"] = by_dtype["host"] = _host_s(times)
+    return Breakdown(_largest_first(by_kind), _largest_first(by_dtype), exposed_axis, hidden_axis)
+
+
+def _executions(arrays: GraphArrays, times: JobTimes) -> Floats:
+    """How often the critical path runs each cell (distinct stage and slot). [K * NUM_SLOTS]"""
+    path, last = times.path, int(times.iteration_s.argmax())
+    executions = np.zeros((len(arrays.cell_launches) // NUM_SLOTS, NUM_SLOTS))
+    for stage, row in enumerate(arrays.stage_class.tolist()):
+        executions[row, _FORWARD] += path.forward_counts[stage]
+        executions[row, _BACKWARD] += path.backward_counts[stage]
+        executions[row, _SLOT["hop"]] += path.hop_counts / len(arrays.stage_class)  # a hop takes the stages' mean
+        if stage == last:
+            executions[row, _STEP] += 1.0
+    return executions.reshape(-1)
+
+
+def _host_s(times: JobTimes) -> float:
+    """Seconds of the critical path in which the device waits for the host: slow launches, and what every step costs."""
+    forward = times.forward_s - times.slots[:, _FORWARD].sum(axis=1)
+    backward = times.backward_s - times.slots[:, _BACKWARD].sum(axis=1)
+    last = int(times.iteration_s.argmax())
+    step = times.iteration_s[last] - times.slots[last, _STEP].sum()
+    waiting = float(times.path.forward_counts @ forward + times.path.backward_counts @ backward + step)
+    return max(0.0, waiting) + times.overhead_s
+
+
+def _largest_first(seconds: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def _numpy(tensor: torch.Tensor) -> Floats:
+    return tensor.double().numpy()
