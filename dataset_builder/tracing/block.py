@@ -1,0 +1,170 @@
+"""Runs one block forward and backward on fake tensors, no memory allocated, and returns everything it executed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dataset_builder.tracing.collectives import define_operators
+from dataset_builder.tracing.model import BlockContext, Embedding, Head, Layer
+from dataset_builder.tracing.precision import TORCH_DTYPE, cuda_autocast_on_cpu
+from dataset_builder.tracing.recorder import RawOp, Recorder, TensorRef, scope
+from dataset_builder.tracing.structure import BlockStructure
+
+
+@dataclass
+class Recording:
+    """What a block executed, and which storages are its ports. Storages are ids; ``None``: the block has no such port."""
+
+    structure: BlockStructure
+    ops: list[RawOp]
+    parameters: list[tuple[str, TensorRef]] = field(default_factory=list)
+    persistent: set[int] = field(default_factory=set)  # parameters, gradient buffers, tables: never saved activations
+    inputs: set[int] = field(default_factory=set)
+    output: TensorRef | None = None
+    output_gradient: int | None = None
+    input_gradients: set[int] = field(default_factory=set)
+    weight_gradients: set[int] = field(default_factory=set)
+
+
+@contextlib.contextmanager
+def fake_training() -> Iterator[None]:
+    """Fake tensors and a single-threaded autograd engine, so that backward operators run under our modes."""
+    define_operators()
+    with torch.autograd.set_multithreading_enabled(False), FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def _tables(context: BlockContext) -> tuple[Tensor, ...]:
+    """Position tables a layer is given: rotary cosines and sines, or what is added to the attention scores."""
+    structure, sizes = context.structure, context.sizes
+    length = context.full_length
+    keys = length * (sizes["c"] if structure.context else 1)
+    heads = sizes["g"] * sizes["r"]
+    positions = structure.position_embedding
+    if structure.attention != "multi_head":
+        return torch.empty(length, 1, 1, 2 * sizes["j"]), torch.empty(length, 1, 1, 2 * sizes["j"])
+    if positions == "rope":
+        return torch.empty(length, 1, 1, sizes["d"]), torch.empty(length, 1, 1, sizes["d"])
+    if positions == "alibi":
+        return (torch.empty(1, heads, 1, keys, dtype=context.low),)
+    if positions == "relative" and structure.causal and not structure.cross_attention:
+        return (torch.empty(keys, sizes["h"], dtype=context.stream_dtype),)
+    if positions == "relative":
+        return (torch.empty(1, heads, length, keys, dtype=context.stream_dtype, requires_grad=True),)
+    return ()
+
+
+def _place(parameter: str) -> str:
+    """The module path of a parameter, without the containers and the parameter's own name."""
+    parts = [part for part in parameter.split(".") if part not in ("norms", "inputs", "weight", "bias")]
+    return ".".join(part for part in parts if not part.isdigit()) or "embedding"
+
+
+def _prepare_gradients(block: nn.Module, context: BlockContext) -> set[int]:
+    """Gives parameters the buffers gradients of earlier microbatches are in; returns the buffers' storages."""
+    structure = context.structure
+    if not structure.accumulate:
+        return set()
+    buffers = set()
+    target = TORCH_DTYPE[structure.grad_accum]
+    for name, parameter in block.named_parameters():
+        buffer = torch.empty_like(parameter, dtype=target, requires_grad=False)
+        buffers.add(buffer.untyped_storage()._cdata)
+        if target == parameter.dtype and not structure.fused:
+            parameter.grad = buffer
+            continue
+        parameter.main_grad = buffer  # type: ignore[attr-defined]
+
+        def add(p: nn.Parameter, place: str = _place(name)) -> None:
+            if p.grad is None:  # the GEMM added to main_grad itself
+                return
+            with scope(place, "accumulate"):
+                p.main_grad.add_(p.grad)  # type: ignore[attr-defined]
+            p.grad = None
+
+        parameter.register_post_accumulate_grad_hook(add)
+    return buffers
+
+
+def record_block(structure: BlockStructure, sizes: Mapping[str, int]) -> Recording:
+    """Traces an embedding, layer or head at the given sizes."""
+    recorder = Recorder()
+    with fake_training(), cuda_autocast_on_cpu() as rules:
+        context = BlockContext(structure, sizes, rules, recorder)
+        recording, run = _build(context)
+        cast = (
+            torch.autocast("cpu", TORCH_DTYPE[structure.compute]) if structure.autocast else contextlib.nullcontext()
+        )
+        with recorder:
+            with cast:
+                output: Tensor = run()
+        gradient = torch.empty_like(output)
+        with recorder:
+            recorder.phase = "backward"
+            output.backward(gradient)
+        recording.output = recorder.ref(output)
+        recording.output_gradient = recorder.ref(gradient).storage
+        for tensor in run.activations:
+            if tensor.grad is not None:
+                recording.input_gradients.add(recorder.ref(tensor.grad).storage)
+        for _, parameter in run.block.named_parameters():
+            if parameter.grad is not None:
+                recording.weight_gradients.add(recorder.ref(parameter.grad).storage)
+    recording.ops = recorder.ops
+    return recording
+
+
+@dataclass
+class _Run:
+    """A block with its arguments; ``activations`` are those that carry gradients to the block before."""
+
+    block: nn.Module
+    arguments: tuple[object, ...]
+    activations: tuple[Tensor, ...]
+
+    def __call__(self) -> Tensor:
+        out: Tensor = self.block(*self.arguments)
+        return out
+
+
+def _build(context: BlockContext) -> tuple[Recording, _Run]:
+    structure, sizes, recorder = context.structure, context.sizes, context.recorder
+    batch, hidden, local, full = sizes["b"], sizes["h"], context.local_length, context.full_length
+
+    def activation(length: int) -> Tensor:
+        return torch.empty(length, batch, hidden, dtype=context.stream_dtype, requires_grad=True)
+
+    def indices(*shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.long)
+
+    tables: tuple[Tensor, ...] = ()
+    if structure.block == "embedding":
+        block: nn.Module = Embedding(context)
+        arguments: tuple[object, ...] = (indices(batch, full), indices(1, local), indices(batch, local))
+        activations: tuple[Tensor, ...] = ()
+    elif structure.block == "head":
+        block = Head(context)
+        activations = (activation(local),)
+        arguments = (activations[0], indices(full, batch))
+    else:
+        block = Layer(context)
+        tables = _tables(context)
+        memory = None
+        if structure.cross_attention:
+            memory = activation(sizes["o"] if context.is_scattered else sizes["m"])
+        activations = (activation(local), *((memory,) if memory is not None else ()))
+        arguments = (activations[0], tables, memory)
+    recording = Recording(structure, [])
+    recording.parameters = [(name, recorder.ref(p)) for name, p in block.named_parameters()]
+    recording.persistent = {ref.storage for _, ref in recording.parameters} | _prepare_gradients(block, context)
+    recording.weight_gradients = set(recording.persistent) - {ref.storage for _, ref in recording.parameters}
+    constants = [*tables, *(a for a in arguments if isinstance(a, Tensor) and not a.is_floating_point())]
+    recording.persistent |= {recorder.ref(t).storage for t in constants}
+    recording.inputs = {recorder.ref(t).storage for t in activations}
+    return recording, _Run(block, arguments, activations)

@@ -1,0 +1,160 @@
+"""Templates of traced blocks: bound to a job's sizes in microseconds, shipped with the package, traced on a miss.
+
+``templates.zip`` holds one JSON member per block structure, named by the structure's digest. Loading one reads that
+member only. ``python -m dataset_builder.tracing.templates [JOB.yaml ...]`` traces the structures of the shipped presets
+under every precision (and of the given jobs) anew; the file's bytes depend on nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataset_builder.tracing.structure import BlockStructure
+from dataset_builder.tracing.symbols import Monomial, Polynomial
+
+if TYPE_CHECKING:
+    from dataset_builder.tracing.kernels import Template
+
+_FILE = "templates.zip"
+_PORTS = ("input", "output", "output_gradient", "input_gradient", "weight_gradient")
+
+
+@dataclass(frozen=True)
+class StoredTemplate:
+    """A template as arrays: ``values = bincount(polynomial, coefficient * monomials(sizes)[monomial])``."""
+
+    names: tuple[str, ...]
+    exponents: NDArray[np.float64]  # [monomials, names]
+    polynomial: NDArray[np.int64]  # [terms]
+    monomial: NDArray[np.int64]  # [terms]
+    coefficient: NDArray[np.float64]  # [terms]
+    num_polynomials: int
+    kernels: tuple[dict[str, Any], ...]  # text fields, and the polynomials of shape and work
+    edges: tuple[tuple[int, int, str], ...]
+    ports: dict[str, tuple[int, ...]]
+    output_dtype: str
+    totals: dict[str, int]  # name -> polynomial
+
+    def values(self, sizes: Mapping[str, float]) -> NDArray[np.float64]:
+        """The value of every polynomial at a job's sizes."""
+        at = np.array([sizes[name] for name in self.names], dtype=np.float64)
+        monomials = np.prod(at**self.exponents, axis=1)
+        terms = self.coefficient * monomials[self.monomial]
+        return np.bincount(self.polynomial, weights=terms, minlength=self.num_polynomials)
+
+
+def to_json(template: Template) -> dict[str, Any]:
+    """A template as plain values: equal monomials and polynomials are stored once."""
+    names: dict[str, int] = {}
+    monomials: dict[Monomial, int] = {}
+    polynomials: dict[tuple[tuple[int, float], ...], int] = {}
+
+    def number(polynomial: Polynomial) -> int:
+        terms = []
+        for monomial, coefficient in sorted(polynomial.terms.items()):
+            if coefficient:
+                for name, _ in monomial:
+                    names.setdefault(name, len(names))
+                terms.append((monomials.setdefault(monomial, len(monomials)), coefficient))
+        return polynomials.setdefault(tuple(terms), len(polynomials))
+
+    kernels = [
+        {
+            "kind": k.kind, "op": k.op, "module": k.module, "phase": k.phase, "in": k.input_dtype,
+            "out": k.output_dtype, "acc": k.accumulate_dtype, "axis": k.axis, "per": k.per, "launches": k.launches,
+            "causal": k.is_causal, "shape": [number(p) for p in k.shape],
+            "work": [number(p) for p in (k.flops, k.bytes_read, k.bytes_written, k.message_bytes)],
+        }
+        for k in template.kernels
+    ]  # fmt: skip
+    totals = {"saved": number(template.saved_bytes), "recompute": number(template.recompute_bytes)}
+    totals |= {f"{share}_parameters": number(p) for share, p in template.parameters.items()}
+    return {
+        "key": template.structure_key,
+        "names": list(names),
+        "monomials": [list(map(list, monomial)) for monomial in monomials],
+        "polynomials": [list(map(list, terms)) for terms in polynomials],
+        "kernels": kernels,
+        "edges": [list(edge) for edge in template.edges],
+        "ports": template.ports,
+        "output_dtype": template.output_dtype,
+        "totals": totals,
+    }
+
+
+def from_json(data: dict[str, Any]) -> StoredTemplate:
+    position = {name: index for index, name in enumerate(data["names"])}
+    exponents = np.zeros((len(data["monomials"]), len(position)))
+    for row, monomial in enumerate(data["monomials"]):
+        for name, exponent in monomial:
+            exponents[row, position[name]] = exponent
+    terms = [(p, m, c) for p, terms in enumerate(data["polynomials"]) for m, c in terms]
+    return StoredTemplate(
+        names=tuple(data["names"]),
+        exponents=exponents,
+        polynomial=np.array([t[0] for t in terms], dtype=np.int64),
+        monomial=np.array([t[1] for t in terms], dtype=np.int64),
+        coefficient=np.array([t[2] for t in terms], dtype=np.float64),
+        num_polynomials=len(data["polynomials"]),
+        kernels=tuple(data["kernels"]),
+        edges=tuple((source, target, kind) for source, target, kind in data["edges"]),
+        ports={name: tuple(data["ports"].get(name, ())) for name in _PORTS},
+        output_dtype=data["output_dtype"],
+        totals=data["totals"],
+    )
+
+
+def trace_structure(structure: BlockStructure) -> dict[str, Any]:
+    """Traces a block at prime sizes; imports torch."""
+    from dataset_builder.tracing.block import record_block
+    from dataset_builder.tracing.kernels import reduce_recording
+    from dataset_builder.tracing.optimizer import record_optimizer
+    from dataset_builder.tracing.symbols import factor, traced_sizes
+
+    record = record_optimizer if structure.block == "optimizer" else record_block
+    return to_json(reduce_recording(record(structure, traced_sizes()), factor))
+
+
+@functools.cache
+def template(structure: BlockStructure) -> StoredTemplate:
+    """The template of a structure: from the shipped file, else traced now (a fraction of a second)."""
+    data = _shipped(structure)
+    return from_json(json.loads(json.dumps(trace_structure(structure))) if data is None else data)
+
+
+@functools.cache
+def _archive() -> zipfile.ZipFile | None:
+    path = resources.files("dataset_builder.tracing").joinpath(_FILE)
+    return zipfile.ZipFile(path.open("rb")) if path.is_file() else None
+
+
+def _shipped(structure: BlockStructure) -> dict[str, Any] | None:
+    archive = _archive()
+    if archive is None:
+        return None
+    try:
+        data: dict[str, Any] = json.loads(archive.read(structure.digest))
+    except KeyError:
+        return None
+    return data if data["key"] == structure.key else None
+
+
+def write_archive(structures: Iterable[BlockStructure], path: Path) -> int:
+    """Traces every structure and writes the archive, byte for byte the same for the same structures and torch."""
+    members = {s.digest: json.dumps(trace_structure(s), separators=(",", ":")) for s in structures}
+    partial = path.with_suffix(".partial")
+    with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for digest, text in sorted(members.items()):
+            archive.writestr(zipfile.ZipInfo(digest, (1980, 1, 1, 0, 0, 0)), text, zipfile.ZIP_DEFLATED, 9)
+    partial.replace(path)
+    return len(members)
