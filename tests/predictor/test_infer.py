@@ -53,9 +53,7 @@ def test_the_table_echoes_parameters_tokens_stages_and_warnings(
     assert "\x1b" not in out  # plain when piped
 
 
-def test_set_overrides_values_with_yaml_types(
-    job: Path, untrained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_set_overrides_values_with_yaml_types(job: Path, untrained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["--set", "parallel.tensor=2", "--set", "precision={preset: bf16, attention: fp32}"]
     assert main([str(job), "--checkpoint", str(untrained), "--format", "json", *settings]) == 0
     resolved = json.loads(capsys.readouterr().out)["job"]
