@@ -147,25 +147,33 @@ def evaluation_metrics(predictions: pd.DataFrame) -> dict[str, Any]:
     return metrics
 
 
-def _errors(rows: pd.DataFrame, predicted: str) -> dict[str, Any]:
-    measured, guess = rows["iter_time_s"], rows[predicted]
+def operator_figures(operators: pd.DataFrame) -> dict[str, Any]:
+    """Errors on operators (``latency_s``, ``predicted_s``), over all and by kind, format, source and GPU."""
+    figures: dict[str, Any] = error_figures(operators["latency_s"], operators["predicted_s"])
+    for column, key in (("kind", "kind"), ("dtype", "dtype"), ("source_id", "source"), ("gpu", "gpu")):
+        figures[f"by_{key}"] = {
+            str(name): error_figures(part["latency_s"], part["predicted_s"]) for name, part in operators.groupby(column)
+        }
+    return figures
+
+
+def error_figures(measured: ArrayLike, predicted: ArrayLike) -> dict[str, Any]:
+    """Count, MAPE, median APE and signed mean of the rows that have both values."""
     return {
-        "count": int(signed_percentage_errors(measured, guess).size),
-        "mape_percent": mape(measured, guess),
-        "median_ape_percent": median_ape(measured, guess),
-        "signed_mean_percent": signed_mean(measured, guess),
+        "count": int(signed_percentage_errors(measured, predicted).size),
+        "mape_percent": mape(measured, predicted),
+        "median_ape_percent": median_ape(measured, predicted),
+        "signed_mean_percent": signed_mean(measured, predicted),
     }
+
+
+def _errors(rows: pd.DataFrame, predicted: str) -> dict[str, Any]:
+    return error_figures(rows["iter_time_s"], rows[predicted])
 
 
 def _memory_figures(rows: pd.DataFrame) -> dict[str, Any]:
     known = rows[(rows["peak_mem_gb"] > 0) & (rows["predicted_peak_mem_gb"] > 0)]
-    measured, guess = known["peak_mem_gb"], known["predicted_peak_mem_gb"]
-    return {
-        "count": len(known),
-        "mape_percent": mape(measured, guess),
-        "median_ape_percent": median_ape(measured, guess),
-        "signed_mean_percent": signed_mean(measured, guess),
-    }
+    return error_figures(known["peak_mem_gb"], known["predicted_peak_mem_gb"])
 
 
 def _number(statistic: Any, values: NDArray[Any]) -> float | None:

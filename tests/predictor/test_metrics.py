@@ -92,6 +92,24 @@ def test_skipped_and_unmeasured_rows_count_but_do_not_err() -> None:
     assert result["mape_percent"] == pytest.approx(10.0)
 
 
+def test_operator_figures_by_hand() -> None:
+    operators = pd.DataFrame(
+        {
+            "latency_s": [1e-5, 1e-5, 2e-5],
+            "predicted_s": [1.1e-5, 0.8e-5, 2e-5],
+            "kind": ["gemm", "gemm", "all_reduce"],
+            "dtype": ["bf16", "fp8_e4m3", "bf16"],
+            "source_id": ["a", "a", "b"],
+            "gpu": ["H100", "H100", "A100"],
+        }
+    )
+    figures = metrics.operator_figures(operators)
+    assert figures["mape_percent"] == pytest.approx(10.0)
+    assert figures["by_kind"]["gemm"]["mape_percent"] == pytest.approx(15.0)
+    assert figures["by_dtype"]["fp8_e4m3"]["signed_mean_percent"] == pytest.approx(-20.0)
+    assert figures["by_source"]["b"]["count"] == 1
+
+
 @pytest.mark.parametrize("rows", [_rows(status=["skipped"] * 4), _rows().iloc[:0]])
 def test_undefined_figures_are_null_not_nan(rows: pd.DataFrame) -> None:
     text = json.dumps(metrics.evaluation_metrics(rows), allow_nan=False)
