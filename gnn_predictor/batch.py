@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gnn_predictor.features import NUM_SLOTS, GraphArrays
@@ -54,7 +55,7 @@ def collate(graphs: Sequence[GraphArrays], devices: Sequence[str]) -> GraphBatch
     node_offset = np.concatenate([[0], num_nodes.cumsum()])
     cell_offset = np.concatenate([[0], num_cells.cumsum()])
 
-    def joined(name: str, offset: np.ndarray | None = None, axis: int = 0) -> Tensor:
+    def joined(name: str, offset: NDArray[np.int64] | None = None, axis: int = 0) -> Tensor:
         parts = [getattr(g, name) for g in graphs]
         if offset is not None:
             parts = [part + shift for part, shift in zip(parts, offset, strict=False)]
@@ -79,7 +80,7 @@ def collate(graphs: Sequence[GraphArrays], devices: Sequence[str]) -> GraphBatch
         software=joined("software"),
         workload=joined("workload"),
         shapes=tuple(pipeline_shape(g) for g in graphs),
-        stage_rows=stage_rows([g.stage_class for g in graphs], num_cells),
+        stage_rows=stage_rows([g.stage_class.tolist() for g in graphs], num_cells.tolist()),
     )
 
 

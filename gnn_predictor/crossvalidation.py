@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from numpy.typing import NDArray
 
 from dataset_builder.corpus.splits import Split, fold_of
 from gnn_predictor.batch import collate
@@ -25,6 +26,9 @@ from gnn_predictor.dataset import OperatorExamples, RunExamples
 from gnn_predictor.features import GraphArrays
 from gnn_predictor.fitting import FitSettings, fit
 from gnn_predictor.network import Ensemble, NetworkConfig, Predictor
+
+Mask = NDArray[np.bool_]
+Floats = NDArray[np.float64]
 
 _GRAPHS_AT_ONCE = 64
 
@@ -63,10 +67,11 @@ def split_tasks(split: Split, shop: Workshop, settings: FitSettings, members: in
     ]
 
 
-def held_out_operators(operators: OperatorExamples, fold: int) -> np.ndarray:
+def held_out_operators(operators: OperatorExamples, fold: int) -> Mask:
     """Mask of the operators whose shape is in this of five folds."""
     folds = {group: fold_of(group, 5) for group in operators.table["op_group"].unique()}
-    return operators.table["op_group"].map(folds).to_numpy() == fold
+    mask: Mask = operators.table["op_group"].map(folds).to_numpy() == fold
+    return mask
 
 
 def fit_all(tasks: Sequence[FitTask], shop: Workshop) -> dict[str, list[dict[str, float]]]:
@@ -148,15 +153,15 @@ def predict_graphs(network: Ensemble, graphs: Sequence[GraphArrays]) -> pd.DataF
 
 
 @torch.inference_mode()
-def operator_errors(network: Ensemble, operators: OperatorExamples, rows: np.ndarray) -> pd.DataFrame:
+def operator_errors(network: Ensemble, operators: OperatorExamples, rows: Mask) -> pd.DataFrame:
     """The table rows of these operators with ``predicted_s``."""
     predicted = []
-    for part in torch.from_numpy(np.flatnonzero(rows)).split(4096):
+    for part in torch.split(torch.from_numpy(np.flatnonzero(rows)), 4096):
         predicted += network.node_times(operators.batch(part)).seconds.tolist()
     return operators.table[rows].assign(predicted_s=predicted)
 
 
-def conformal_factor(log_error: np.ndarray, spread: np.ndarray, level: float) -> float:
+def conformal_factor(log_error: Floats, spread: Floats, level: float) -> float:
     """Split-conformal factor: ``|log error| <= factor * spread`` for a share ``level`` of new jobs.
 
     Lei et al. 2018 (arXiv 1604.04173), locally weighted: the ceil((n + 1) level)-th smallest score.
@@ -164,4 +169,3 @@ def conformal_factor(log_error: np.ndarray, spread: np.ndarray, level: float) ->
     scores = np.sort(np.abs(log_error) / spread)
     rank = min(math.ceil((len(scores) + 1) * level), len(scores))
     return float(scores[rank - 1])
-

@@ -204,4 +204,4 @@ def endless_rows(weights: Tensor, batch_size: int, generator: torch.Generator) -
     """Rows drawn with these weights, with replacement, for ever."""
     while True:
         drawn = torch.multinomial(weights, min(batch_size * 64, 2**20), replacement=True, generator=generator)
-        yield from drawn.split(batch_size)
+        yield from torch.split(drawn, batch_size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -159,9 +159,12 @@ def workload_features(job: TrainingJob, layout: RankLayout, nodes: Sequence[_Loc
     """Sizes of the job and where its roofline time goes."""
     log = math.log2
     model, batch, policy = job.model, job.batch, job.precision
-    shares = [_share(nodes, total_s, lambda n, k=kind: n.kind == k) for kind in KINDS]
-    shares += [_share(nodes, total_s, lambda n, a=axis: n.axis == a) for axis in AXES]
-    shares += [_share(nodes, total_s, lambda n, p=phase: n.phase == p) for phase in PHASES]
+    parts: list[Callable[[_Located], bool]] = [
+        *(lambda item, name=name: item.node.kind == name for name in KINDS),
+        *(lambda item, name=name: item.node.axis == name for name in AXES),
+        *(lambda item, name=name: item.node.phase == name for name in PHASES),
+    ]
+    shares = [_share(nodes, total_s, part) for part in parts]
     launch_s = sum(item.node.launches * item.weight for item in nodes) * _TYPICAL_LAUNCH_S
     sizes = [
         log(model.hidden_size) - 11, log(model.num_layers) - 5, log(batch.seq_length) - 11, log(model.vocab_size) - 15,
@@ -197,21 +200,9 @@ class _Located:
     roofline_s: float
     weight: float
 
-    @property
-    def kind(self) -> str:
-        return self.node.kind
 
-    @property
-    def axis(self) -> str | None:
-        return self.node.axis
-
-    @property
-    def phase(self) -> str:
-        return self.node.phase
-
-
-def _share(nodes: Sequence[_Located], total_s: float, belongs: object) -> float:
-    seconds = sum(item.roofline_s * item.weight for item in nodes if belongs(item))  # type: ignore[operator]
+def _share(nodes: Sequence[_Located], total_s: float, belongs: Callable[[_Located], bool]) -> float:
+    seconds = sum(item.roofline_s * item.weight for item in nodes if belongs(item))
     return math.log10(seconds / (total_s + 1e-12) + 1e-4) / 2 + 1
 
 

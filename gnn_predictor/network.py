@@ -143,9 +143,7 @@ class Predictor(nn.Module):
         self.workload = _mlp(config.workload_features, context, context)
         self.mix = nn.Sequential(nn.SiLU(), nn.Linear(context, context), nn.SiLU())
         self.rounds = nn.ModuleList(MessagePassing(hidden, context) for _ in range(config.layers))
-        self.readout = nn.Sequential(
-            nn.LayerNorm(hidden), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, 3)
-        )
+        self.readout = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, 3))
         self.graph_readout = nn.Linear(context, 4)
         self.register_buffer("node_scale", _identity_scale(config.node_features))
         self.register_buffer("workload_scale", _identity_scale(config.workload_features))
@@ -253,7 +251,9 @@ def iteration_times(batch: GraphBatch, table: StageTable, overhead_s: Tensor) ->
         else:
             index = list(rows)
             hop = table.hop_s[index].mean()
-            busy = DifferentiableMakespan.apply(table.forward_s[index], table.backward_s[index], hop, shape)
+            busy = DifferentiableMakespan.apply(  # type: ignore[no-untyped-call]
+                table.forward_s[index], table.backward_s[index], hop, shape
+            )
         results.append(busy + tail)
     return torch.stack(results) + overhead_s
 

@@ -140,7 +140,11 @@ def _events(shape: PipelineShape) -> _Events:
     orders = [_rank_order(shape, rank) for rank in range(shape.num_ranks)]
     last_chunk = shape.num_ranks * shape.num_chunks - 1
     index: dict[tuple[int, int, int], int] = {}  # (direction, virtual stage, microbatch) -> event
-    rank_of, direction_of, previous_of, feeding_of, remote_of = [], [], [], [], []
+    rank_of: list[int] = []
+    direction_of: list[int] = []
+    previous_of: list[int] = []
+    feeding_of: list[int] = []
+    remote_of: list[bool] = []
     position, previous = [0] * shape.num_ranks, [-1] * shape.num_ranks
     remaining = sum(map(len, orders))
     while remaining:
@@ -202,7 +206,7 @@ class DifferentiableMakespan(torch.autograd.Function):
     """:func:`pipeline_makespan` as an autograd function; the gradient is the critical path's counts."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: torch.autograd.function.FunctionCtx,
         forward_s: torch.Tensor,  # [num_ranks]
         backward_s: torch.Tensor,  # [num_ranks]
@@ -214,7 +218,7 @@ class DifferentiableMakespan(torch.autograd.Function):
         return forward_s.new_tensor(path.seconds)
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
         forward, backward, hops = ctx.counts  # type: ignore[attr-defined]

@@ -101,7 +101,9 @@ def test_a_slower_stage_is_never_faster(data: st.DataObject, kind: tuple[str, in
     assert before >= max(rounds * ranks * (f + b) for f, b in zip(forward, backward, strict=True)) - 1e-9
 
 
-@pytest.mark.parametrize(("schedule", "chunks", "microbatches"), [("1f1b", 1, 7), ("interleaved", 2, 8), ("1f1b", 1, 90)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "microbatches"), [("1f1b", 1, 7), ("interleaved", 2, 8), ("1f1b", 1, 90)]
+)
 def test_gradient_equals_finite_differences(schedule: str, chunks: int, microbatches: int) -> None:
     shape = PipelineShape(schedule, 4, chunks, microbatches)
     forward = torch.tensor([1.0, 1.13, 0.9, 1.31], dtype=torch.float64, requires_grad=True)
