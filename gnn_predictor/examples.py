@@ -1,4 +1,4 @@
-"""A corpus as training examples: features of every run and operator, their labels and groups, and the baselines' table."""
+"""A corpus as training examples: features of every run and operator, labels and groups, and the baselines' table."""
 
 from __future__ import annotations
 
