@@ -30,7 +30,7 @@ class DeviceSpec(Frozen):
     ``inter_node`` name the links such a device usually has.
     """
 
-    name: str
+    name: str = "own device"
     vendor: Literal["nvidia", "amd", "intel", "cpu", "other"] = "other"
     architecture: str = "unknown"
     compute_capability: float = 0.0

@@ -87,6 +87,7 @@ class ModelSpec(Frozen):
     mlm_head: bool = False
     moe: MoESpec | None = None
     mla: MLASpec | None = None
+    assumed: tuple[str, ...] = Field(default=(), exclude=True)
 
     @model_validator(mode="before")
     @classmethod

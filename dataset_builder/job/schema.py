@@ -191,11 +191,11 @@ class TrainingJob(Frozen):
         """Validates plain values; raises JobError with every problem. Relative paths start from ``folder``."""
         if not isinstance(data, Mapping):
             raise JobError([f"got {shown(data)}; expected a mapping with model, batch and cluster"], source)
-        inner = data.get("cluster")
-        hidden = ["assumed"] * ("assumed" in data) + ["cluster.assumed"] * (
-            isinstance(inner, Mapping) and "assumed" in inner
-        )
-        reasons = [f"{path}: unknown key; expected none of that name" for path in hidden]
+        reasons = [
+            f"{place}assumed: unknown key; expected none of that name"
+            for place, part in (("", data), ("model.", data.get("model")), ("cluster.", data.get("cluster")))
+            if isinstance(part, Mapping) and "assumed" in part
+        ]
         try:
             job = cls.model_validate(dict(data), context={"folder": folder})
         except ValidationError as error:
@@ -206,7 +206,7 @@ class TrainingJob(Frozen):
 
     def resolved(self) -> TrainingJob:
         """This job with every derived or assumed value filled in, and one sentence per assumption in ``assumed``."""
-        notes: list[str] = [*self.assumed, *self.cluster.assumed]
+        notes: list[str] = [*self.assumed, *self.model.assumed, *self.cluster.assumed]
         notes += [
             f"{key}: {value} assumed (not given)"
             for key, value in (("precision", "bf16_mixed"), ("optimizer", "adamw"))
@@ -217,7 +217,7 @@ class TrainingJob(Frozen):
         cluster = _resolved_cluster(self.cluster, notes)
         software = _resolved_software(self, notes)
         parallel = _resolved_parallel(self, notes)
-        precision = _resolved_precision(self, notes)
+        precision = _resolved_precision(self, parallel, notes)
         return self.model_copy(
             update={
                 "model": _resolved_model(self),
@@ -273,9 +273,10 @@ def _resolved_software(job: TrainingJob, notes: list[str]) -> SoftwareStack:
 
 
 def _runs_flash(job: TrainingJob) -> bool:
-    """FlashAttention-2 needs compute capability 8.0 or CDNA2, and knows no additive relative bias."""
+    """FlashAttention-2 needs compute capability 8.0 or CDNA2 (on other devices, bf16); it has no relative bias."""
     gpu = job.cluster.gpu
     able = gpu.compute_capability >= 8.0 or gpu.architecture in ("cdna2", "cdna3", "cdna4")
+    able = able or (gpu.vendor == "other" and gpu.supports("bf16"))
     return able and job.model.position_embedding != "relative"
 
 
@@ -303,10 +304,15 @@ def _resolved_parallel(job: TrainingJob, notes: list[str]) -> ParallelPlan:
     return plan.model_copy(update=filled)
 
 
-def _resolved_precision(job: TrainingJob, notes: list[str]) -> PrecisionPolicy:
+def _resolved_precision(job: TrainingJob, parallel: ParallelPlan, notes: list[str]) -> PrecisionPolicy:
     family = _framework_family(job.software.framework)
     sixteen_bit = family in ("megatron-core", "megatron-lm", "deepspeed")
     policy = resolve_precision(job.precision, sixteen_bit_params=sixteen_bit)
+    if job.precision.param_gather is None and parallel.sharding in ("zero3", "hsdp") and policy.params == "fp32":
+        # FSDP's MixedPrecision gathers fp32 shards in the compute format.
+        low = {"bf16": "bf16", "fp16": "fp16"}.get(policy.compute, "fp32")
+        policy = policy.model_copy(update={"param_gather": low})
+        notes.append(f"precision.param_gather: {low} assumed, as FSDP's mixed precision does (not given)")
     filled = [name for name in ("params", "main_params", "grad_reduce") if getattr(job.precision, name) is None]
     if filled:
         values = ", ".join(f"{name} {getattr(policy, name)}" for name in filled)

@@ -136,10 +136,9 @@ def _rank_problems(job: TrainingJob) -> list[str]:
             f"parallel.expert: EP{plan.expert} x ETP{plan.expert_tensor} = {expert_ranks} does not divide the "
             f"{ranks} = TP{plan.tensor} x CP{plan.context} x DP{data} ranks of a pipeline stage"
         )
-    if plan.sharding == "hsdp" and plan.shard_size and (data * plan.context) % plan.shard_size:
-        reasons.append(
-            f"parallel.shard_size: {plan.shard_size} does not divide {data * plan.context} = DP{data} x CP{plan.context}"
-        )
+    copies = data * plan.context
+    if plan.sharding == "hsdp" and plan.shard_size and copies % plan.shard_size:
+        reasons.append(f"parallel.shard_size: {plan.shard_size} does not divide {copies} = DP{data} x CP{plan.context}")
     return reasons
 
 
@@ -202,7 +201,7 @@ def _chunks(job: TrainingJob) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], 
     if given is None:
         if layers % slots:
             cut = [layers // stages + (stage < layers % stages) for stage in range(stages)]
-            hint = f"parallel.layers_per_stage: {cut}" if virtual == 1 else "parallel.layers_per_stage with one per chunk"
+            hint = f"parallel.layers_per_stage: {cut}" if virtual == 1 else "parallel.layers_per_stage, one per chunk"
             chunks = f" x virtual_pipeline {virtual}" if virtual > 1 else ""
             return (), [
                 f"parallel.pipeline: {layers} layers do not divide into {slots} = PP{stages}{chunks}; "
@@ -236,9 +235,7 @@ def _group(cluster: ClusterSpec, size: int, stride: int) -> AxisGroup:
         tiers.append((_beyond(intra, per_node), per_node))
     tiers.append((inter, inter.domain_size or world))
     tiers.append((_beyond(inter, per_node), world))
-    link_crossed = next(
-        (tier for tier, domain in tiers if _domains(size, stride, domain, world) == 1), tiers[-1][0]
-    )
+    link_crossed = next((tier for tier, domain in tiers if _domains(size, stride, domain, world) == 1), tiers[-1][0])
     return AxisGroup(size=size, link=link_crossed, nodes=_domains(size, stride, per_node, world))
 
 

@@ -1,7 +1,8 @@
 """Reads a Hugging Face ``config.json`` into the sizes of a :class:`ModelSpec`.
 
 Known model types are mapped by what their reference code builds; an unknown type with the usual keys is read as a
-Llama. Sizes only: ``max_position_embeddings`` is not the training sequence, and a vision tower is left out.
+Llama, or as a GPT when it has no RMS norms. Sizes only: ``max_position_embeddings`` is not the training sequence, and
+a vision tower is left out.
 Raises ValueError naming what is missing, which the job's validation places under ``model.config``.
 """
 
@@ -32,7 +33,7 @@ def read_config(path: Any, folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"config: {file} is not JSON ({str(error)[:80]}); expected a Hugging Face config.json") from None
+        raise ValueError(f"config: {file} is not JSON ({str(error)[:80]}); expected a config.json") from None
     if not isinstance(config, dict):
         raise ValueError(f"config: {file} holds no JSON object; expected a Hugging Face config.json")
     return sizes_of_config(config)
@@ -51,14 +52,19 @@ def sizes_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config: {model_type or 'model'} gives every layer sizes of its own (block_configs); "
             "expected a model of equal layers, or of a period of dense and expert layers"
         )
-    family = _FAMILIES.get(model_type.removesuffix("_text"), _llama)
+    family = _FAMILIES.get(model_type.removesuffix("_text"), _llama if "rms_norm_eps" in config else _classic)
     wanted = _WANTED.get(family, _DECODER_KEYS)
     missing = [names[0] for names in wanted if _first(config, *names) is None]
     if missing:
         raise ValueError(
             "\n".join(f"config: {name} is missing in a config of type {model_type or 'unknown'}" for name in missing)
         )
-    sizes = {key: value for key, value in family(config).items() if value is not None}
+    try:
+        sizes = {key: value for key, value in family(config).items() if value is not None}
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ValueError(f"config: a size of this {model_type or 'unknown'} model is no number ({error})") from None
+    if config is not outer:
+        sizes["assumed"] = (f"model.config: the text model of {outer.get('model_type')} only, towers are left out",)
     name = outer.get("_name_or_path") or model_type
     return {"name": str(name), **sizes} if name else sizes
 
@@ -195,6 +201,20 @@ def _gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _classic(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A decoder of unknown type without RMS norms: layer norms, biases and no gate, unless its activation is one."""
+    if str(_first(config, "hidden_act", "activation_function") or "silu") in _GATED:
+        return _llama(config)
+    rotary = _first(config, "rope_theta", "rotary_emb_base", "rotary_pct", "rotary_dim", "rope_parameters") is not None
+    return {
+        **_sizes(config),
+        "max_position_embeddings": _first(config, *_POSITIONS),
+        "position_embedding": "rope" if rotary else "learned",
+        "activation": "relu" if config.get("hidden_act") == "relu" else "gelu",
+        "tie_embeddings": bool(config.get("tie_word_embeddings", True)),
+    }
+
+
 def _bert(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_sizes(config),
@@ -267,9 +287,10 @@ def _olmo2(config: Mapping[str, Any]) -> dict[str, Any]:
 
 _Family = Callable[[Mapping[str, Any]], dict[str, Any]]
 _FAMILIES: dict[str, _Family] = {
-    "gpt2": _gpt2, "bert": _bert, "t5": _t5, "mt5": _t5, "falcon": _falcon, "mpt": _mpt, "olmo": _olmo, "olmo2": _olmo2,
-    "olmo3": _olmo2, "qwen2": _qwen2, "qwen2_moe": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3, "qwen3_vl": _qwen3,
-    "gemma": _gemma, "gemma2": _gemma, "gemma3": _gemma, "deepseek_v2": _deepseek, "deepseek_v3": _deepseek,
+    "llama": _llama, "mistral": _llama, "mixtral": _llama, "gpt2": _gpt2, "bert": _bert, "roberta": _bert, "t5": _t5,
+    "mt5": _t5, "falcon": _falcon, "mpt": _mpt, "olmo": _olmo, "olmo2": _olmo2, "olmo3": _olmo2, "qwen2": _qwen2,
+    "qwen2_moe": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3, "qwen3_vl": _qwen3, "gemma": _gemma, "gemma2": _gemma,
+    "gemma3": _gemma, "deepseek_v2": _deepseek, "deepseek_v3": _deepseek,
 }  # fmt: skip
 _MLA_KEYS = (("kv_lora_rank",), ("qk_nope_head_dim",), ("qk_rope_head_dim",), ("v_head_dim",))
 _WANTED: dict[_Family, tuple[tuple[str, ...], ...]] = {

@@ -1,0 +1,99 @@
+"""The catalogue: every entry validates, names its source, and gives dense peaks."""
+
+import pytest
+
+from dataset_builder.job.hardware import DeviceSpec, device, device_names, link, link_names
+
+ISSUE_DEVICES = [
+    "V100-SXM2-16GB", "V100-SXM2-32GB", "V100-SXM3-32GB", "V100-PCIe-16GB", "V100-PCIe-32GB", "T4-16GB", "A10-24GB",
+    "A30-24GB", "A40-48GB", "A100-SXM4-40GB", "A100-SXM4-80GB", "A100-PCIe-40GB", "A100-PCIe-80GB", "A800-SXM4-80GB",
+    "L4-24GB", "L40S-48GB", "RTX3090-24GB", "RTX4090-24GB", "RTX6000Ada-48GB", "RTX8000-48GB", "H100-SXM5-80GB",
+    "H100-PCIe-80GB", "H100-NVL-94GB", "H100-96GB-HBM2e-500W", "H800-SXM5-80GB", "H20-96GB", "H200-SXM5-141GB",
+    "H200-NVL-141GB", "GH200-96GB", "B200-SXM6-180GB", "B300-SXM6-288GB", "GB200-186GB", "GB300-288GB",
+    "MI250X-64GB(gcd)", "MI250-64GB(gcd)", "MI300X-192GB", "MI325X-256GB", "MI355X-288GB", "MI100-32GB", "MI210-64GB",
+    "P100-PCIe-16GB", "MI350X-288GB", "RTXPRO6000-SE-96GB",
+]  # fmt: skip
+ISSUE_LINKS = [
+    "nvlink1", "nvlink2", "nvlink2-nvswitch", "nvlink3", "nvlink4", "nvlink5", "nvlink5-nvl72", "nvl72",
+    "nvl72 (assumed)", "pcie", "pcie3", "pcie4", "pcie5", "infinity-fabric", "xgmi", "ib-edr-4x100", "ib-edr-8x100",
+    "ib-hdr-4x200", "ib-hdr-8x200", "ib-ndr-1x400", "ib-ndr-8x400", "ib-ndr-8x400?", "ib-xdr-8x800", "opa-4x100",
+    "roce-4x100", "roce-8x400", "roce-8x400?", "roce-1600Gbps-per-node", "roce-pollara-8x400", "slingshot11-4x200",
+    "efa-4x100", "efa-32x100", "gcp-a3mega-tcpxo-8x200", "nvlink3-pair+pcie4", "nvlink-pair+pcie5", "nvlink4-h800",
+    "nvlink5 (NVL72 domain)", "none", "unknown",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_every_device_is_valid_and_has_a_source(name: str) -> None:
+    spec = device(name)
+    assert len(spec.source) > 10
+    assert spec.intra_node in link_names()
+    assert spec.inter_node in link_names()
+    peaks = spec.peak_flops_per_s
+    assert peaks["fp32"] == min(peaks.values()), "no format is slower than full precision"
+    assert 5 < spec.hbm_bytes / 2**30 < 300
+    assert 1e11 < spec.hbm_bytes_per_s < 1e13
+    ladder = [peaks[fmt] for fmt in ("tf32", "fp16", "fp8_e4m3", "nvfp4") if fmt in peaks]
+    assert ladder == sorted(ladder), "a narrower format is at least as fast"
+
+
+@pytest.mark.parametrize("name", link_names())
+def test_every_link_is_valid_and_has_a_source(name: str) -> None:
+    spec = link(name)
+    assert len(spec.source) > 10
+    assert 1e9 < spec.bytes_per_s_per_gpu <= 1e12
+    assert spec.beyond_domain is None or spec.beyond_domain in link_names()
+
+
+@pytest.mark.parametrize("name", ISSUE_DEVICES)
+def test_known_devices_are_there(name: str) -> None:
+    assert device(name).name == name
+
+
+@pytest.mark.parametrize("name", ISSUE_LINKS)
+def test_known_links_are_there(name: str) -> None:
+    assert link(name).bytes_per_s_per_gpu > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "fmt", "peak"),
+    [
+        ("V100-SXM2-32GB", "fp16", 125e12), ("V100-SXM2-32GB", "fp32", 15.7e12), ("A100-SXM4-80GB", "bf16", 312e12),
+        ("A100-SXM4-80GB", "tf32", 156e12), ("A100-SXM4-80GB", "fp32", 19.5e12), ("H100-SXM5-80GB", "bf16", 989e12),
+        ("H100-SXM5-80GB", "fp8_e4m3", 1979e12), ("H200-SXM5-141GB", "bf16", 989e12), ("H20-96GB", "bf16", 148e12),
+        ("B200-SXM6-180GB", "bf16", 2250e12), ("B200-SXM6-180GB", "nvfp4", 9000e12), ("GB200-186GB", "bf16", 2500e12),
+        ("L40S-48GB", "bf16", 362e12), ("RTX4090-24GB", "bf16", 165e12), ("MI300X-192GB", "bf16", 1307e12),
+        ("MI355X-288GB", "fp8_e4m3", 5033e12),
+    ],
+)  # fmt: skip
+def test_peaks_are_the_dense_column(name: str, fmt: str, peak: float) -> None:
+    assert device(name).peak(fmt) == pytest.approx(peak, rel=2e-3)
+
+
+def test_missing_hardware_is_emulated_in_the_next_wider_format() -> None:
+    v100, a100, t4 = device("V100-SXM2-32GB"), device("A100-SXM4-80GB"), device("P4-8GB")
+    assert not v100.supports("bf16")
+    assert not v100.supports("tf32")
+    assert v100.peak("bf16") == v100.peak("tf32") == v100.peak("fp32") == 15.7e12
+    assert v100.peak("fp8_e4m3") == v100.peak("fp16")
+    assert a100.peak("mxfp8") == a100.peak("nvfp4") == a100.peak("bf16")
+    assert t4.peak("fp16") == t4.peak("fp32")
+
+
+def test_network_cards_are_shared_by_the_gpus_of_a_node() -> None:
+    assert link("ib-ndr-8x400", 8).bytes_per_s_per_gpu == 50e9
+    assert link("opa-4x100", 8).bytes_per_s_per_gpu == 6.25e9
+    assert link("ib-edr-8x100", 16).bytes_per_s_per_gpu == 6.25e9
+    assert link("nvlink4", 4).bytes_per_s_per_gpu == 450e9
+    assert link("nvl72").domain_size == 72
+
+
+def test_unknown_names_carry_the_nearest() -> None:
+    with pytest.raises(KeyError, match="H100-SXM5-80GB"):
+        device("H100-SXM6")
+    assert device("h100") is device("H100").model_copy() or device("h100") == device("H100-SXM5-80GB")
+
+
+def test_a_specification_needs_its_full_precision_peak() -> None:
+    with pytest.raises(ValueError, match=r"peak_flops_per_s\.fp32"):
+        DeviceSpec(name="x", peak_flops_per_s={"bf16": 1e12}, hbm_bytes=1e9, hbm_bytes_per_s=1e12)

@@ -1,0 +1,272 @@
+"""job.yaml: every mistake at once with its key path, strings as numbers, defaults filled with a sentence each."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dataset_builder.job.document import parse_document
+from dataset_builder.job.errors import JobError
+from dataset_builder.job.schema import TrainingJob
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "conf" / "job").glob("*.yaml"))
+
+
+def job(**changes: Any) -> dict[str, Any]:
+    sizes = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1000}
+    batch = {"seq_length": 128, "micro_batch_size": 2, "global_batch_size": 16}
+    return {"model": sizes, "batch": batch, "cluster": {"gpu": "H100-SXM5-80GB"}, **changes}
+
+
+def reasons(data: Any) -> list[str]:
+    with pytest.raises(JobError) as caught:
+        TrainingJob.parse(data)
+    return list(caught.value.reasons)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_valid_and_stay_themselves(path: Path) -> None:
+    resolved = TrainingJob.from_yaml(path).resolved()
+    assert resolved.resolved() == resolved
+    assert TrainingJob.parse(resolved.model_dump()).resolved().model_dump() == resolved.model_dump()
+    assert TrainingJob.parse(resolved.model_dump(mode="json")) == TrainingJob.parse(resolved.model_dump())
+
+
+def test_every_mistake_is_reported_at_once_with_its_key_path() -> None:
+    data = job(
+        batch={"seq_length": 0, "micro_batch_size": "two", "global_batch_size": 16.5},
+        precision={"preset": "bf16_mixed", "linear": "fp9", "colour": "red"},
+        parallel={"tensor": -1, "sharding": "zero9", "recompute": "some"},
+        cluster={"gpu": "H100-SXM6", "inter_node": "string-and-cans"},
+        optimizer="adan",
+        traning={"steps": 3},
+    )
+    text = "\n".join(reasons(data))
+    for expected in (
+        "batch.seq_length: got 0; expected at least 1",
+        "batch.micro_batch_size: got 'two'; expected a whole number",
+        "batch.global_batch_size: got 16.5; expected a whole number",
+        "precision.linear: got 'fp9'; expected one of same, fp8_delayed",
+        "precision.colour: unknown key",
+        "parallel.tensor: got -1; expected at least 1",
+        "parallel.sharding: got 'zero9'; expected one of none, zero1",
+        "parallel.recompute.mode: got 'some'; expected one of none, selective, full",
+        "cluster.gpu: got 'H100-SXM6'; expected a device",
+        "did you mean H100-SXM5-80GB",
+        "cluster.inter_node: got 'string-and-cans'; expected a link",
+        "optimizer.name: got 'adan'; expected one of adam, adamw",
+        "traning: unknown key (did you mean training?)",
+    ):
+        assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (None, "got None; expected a mapping"),
+        ([1], "expected a mapping"),
+        ({}, "model: missing"),
+        (job(model={"preset": "llama9-8b"}), "model.preset: got 'llama9-8b'; expected a shipped model (did you mean"),
+        (job(model={"preset": "gpt2-small", "config": "c.json"}), "expected exactly one of preset, config and sizes"),
+        (job(model={"preset": "gpt2-small", "num_layers": 3}), "changes to a preset go under overrides"),
+        (job(model={"preset": "gpt2-small", "overrides": {"num_layer": 3}}), "model.overrides.num_layer: unknown key"),
+        (job(model={"sizes": {"num_layers": "many"}}), "model.sizes.num_layers: got 'many'"),
+        (job(model="gpt2-small"), "model: got 'gpt2-small'; expected a mapping"),
+        (job(training={"steps": 3, "tokens": 4}), "training: got tokens and steps; expected exactly one"),
+        (job(precision="fp12"), "precision.preset: got 'fp12'; expected one of fp32, tf32"),
+        (job(software={"date": "June"}), "software.date: got 'June'; expected a date as YYYY-MM"),
+        (job(cluster={"gpu": "A100", "num_nodes": 2, "inter_node": "none"}), "cluster.inter_node: got 'none' with 2"),
+        (job(cluster={"gpu": "A100", "num_nodes": float("inf")}), "cluster.num_nodes: got inf"),
+        (job(price={"usd_per_gpu_hour": float("nan")}), "price.usd_per_gpu_hour: got nan; expected a finite number"),
+        (job(assumed=["nothing"]), "assumed: unknown key"),
+    ],
+)
+def test_single_mistakes(data: Any, expected: str) -> None:
+    assert expected in "\n".join(reasons(data))
+
+
+def test_numbers_may_be_text() -> None:
+    data = job(training={"tokens": "15e12"}, cluster={"gpu": "H100", "num_nodes": "1", "gpus_per_node": 8.0})
+    data["batch"] = {"seq_length": "4096", "micro_batch_size": "1e0", "global_batch_size": 1.6e1}
+    parsed = TrainingJob.parse(data)
+    assert (parsed.batch.seq_length, parsed.batch.micro_batch_size, parsed.batch.global_batch_size) == (4096, 1, 16)
+    assert parsed.training is not None
+    assert parsed.training.tokens == 15e12
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: 1\na: 2\n", "line 2: key 'a' is given twice"),
+        ("a: &x [1]\nb: *x\n", "line 2: YAML alias *x"),
+        ("[" * 100 + "]" * 100, "nested more than 32 deep"),
+        ("a: !!python/object/apply:os.system [true]\n", "not YAML"),
+        ("a: [1, 2\n", "line 2"),
+        ("a: \x00\n", "not YAML"),
+        ("x" * (2**20 + 1), "got more than 1048576 bytes"),
+    ],
+)
+def test_documents_that_are_no_jobs(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(JobError) as caught:
+        TrainingJob.from_yaml(path)
+    assert caught.value.source == str(path)
+    assert expected in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none.yaml", Path("a\0b")):
+        with pytest.raises(JobError, match="cannot read the file"):
+            TrainingJob.from_yaml(path)
+    (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9\n")
+    with pytest.raises(JobError, match="not UTF-8"):
+        TrainingJob.from_yaml(tmp_path / "latin.yaml")
+
+
+def test_scientific_notation_and_dates_mean_what_they_say(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "model: {preset: gpt2-small}\nbatch: {seq_length: 1e3, micro_batch_size: 1, global_batch_size: 8}\n"
+        "cluster: {gpu: {peak_flops_per_s: {fp32: 1e13}, hbm_bytes: 8e10, hbm_bytes_per_s: 2e12}, gpus_per_node: 010}\n"
+        "software: {date: 2025-06-30}\n"
+    )
+    parsed = TrainingJob.from_yaml(path)
+    assert parsed.cluster.gpus_per_node == 10, "never octal"
+    assert parsed.batch.seq_length == 1000
+    assert parsed.cluster.gpu.hbm_bytes == 8e10
+    assert parsed.software.date == "2025-06"
+
+
+def test_overrides_reach_into_presets() -> None:
+    path = next(path for path in EXAMPLES if path.stem == "llama3-70b-fp8")
+    changed = TrainingJob.from_yaml(
+        path,
+        {
+            "model.num_layers": "40",
+            "precision.linear": "mxfp8",
+            "parallel.overlap.tensor": "false",
+            "optimizer": "lion",
+        },
+    )
+    assert (changed.model.num_layers, changed.model.hidden_size) == (40, 8192)
+    assert (changed.precision.linear, changed.precision.compute) == ("mxfp8", "bf16")
+    assert not changed.parallel.overlap.tensor
+    assert changed.optimizer.name == "lion"
+    assert TrainingJob.from_yaml(path, {"model.preset": "llama3-8b"}).model.num_layers == 32
+    simple = TrainingJob.from_yaml(path, {"precision": "bf16_mixed"})
+    assert simple.precision.linear == "same"
+    with pytest.raises(JobError, match=r"batch\.sequence: unknown key"):
+        TrainingJob.from_yaml(path, {"batch.sequence": "3"})
+
+
+def test_assumptions_are_said_once_each() -> None:
+    data = job(cluster={"gpu": "H100", "num_nodes": 2}, parallel={"tensor": 2}, software={"framework": "nemo"})
+    resolved = TrainingJob.parse(data).resolved()
+    said = "\n".join(resolved.assumed)
+    for expected in (
+        "cluster.gpu: 'H100' is taken as H100-SXM5-80GB",
+        "cluster.gpus_per_node: 8 assumed",
+        "cluster.inter_node: ib-ndr-8x400 assumed",
+        "parallel.sequence_parallel: true assumed",
+        "parallel.sharding: zero1 assumed",
+        "parallel.recompute: none assumed",
+        "software.attention: flash assumed",
+        "precision: bf16_mixed assumed",
+        "optimizer: adamw assumed",
+    ):
+        assert said.count(expected) == 1
+    assert resolved.parallel.data == 8
+    assert resolved.precision.params == "bf16"
+    assert resolved.precision.main_params == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("framework", "sharding", "params"),
+    [(None, "none", "fp32"), ("megatron-lm", "zero1", "bf16"), ("llm-foundry", "zero3", "fp32"),
+     ("torchtitan", "zero3", "fp32"), ("megatron-deepspeed", "none", "bf16"), ("nemo", "zero1", "bf16")],
+)  # fmt: skip
+def test_framework_defaults(framework: str | None, sharding: str, params: str) -> None:
+    resolved = TrainingJob.parse(job(software={"framework": framework})).resolved()
+    assert (resolved.parallel.sharding, resolved.precision.params) == (sharding, params)
+    assert resolved.precision.param_gather == "bf16" or sharding != "zero3"
+
+
+def test_fp32_is_never_tf32() -> None:
+    resolved = TrainingJob.parse(job(precision="fp32")).resolved()
+    formats = {resolved.precision.compute, resolved.precision.lm_head, resolved.precision.attention}
+    assert formats == {"fp32"}
+
+
+_keys = st.sampled_from(
+    ["model", "batch", "cluster", "precision", "parallel", "preset", "sizes", "overrides", "config", "gpu", "tensor",
+     "num_layers", "hidden_size", "moe", "mla", "seq_length", "recompute", "overlap", "software", "date", "training",
+     "optimizer", "layers_per_stage", "intra_node", "gpus_per_node", "peak_flops_per_s"]
+) | st.text(max_size=4)  # fmt: skip
+_leaves = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6)
+    | st.sampled_from(["gpt2-small", "H100", "fp8_mixed", "1e12", "nvlink4", "full", "config.json", "2025-06"])
+)  # fmt: skip
+_values = st.recursive(
+    _leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_keys, inner, max_size=5), max_leaves=25
+)
+
+
+def failure(data: Any) -> JobError | None:
+    """The job error of a document, or None when it is a job; anything else that is raised fails the test."""
+    try:
+        TrainingJob.parse(data).resolved()
+    except JobError as error:
+        return error
+    return None
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(_values | st.fixed_dictionaries({"model": _values, "batch": _values, "cluster": _values, "parallel": _values}))
+def test_nothing_but_a_job_error_is_ever_raised(data: Any) -> None:
+    error = failure(data)
+    assert error is None or error.reasons
+
+
+@settings(max_examples=100, deadline=None)
+@given(_values)
+def test_no_value_of_a_valid_job_raises_anything_else(value: Any) -> None:
+    for part, key in (("model", "moe"), ("model", "head_dim"), ("cluster", "gpu"), ("parallel", "recompute")):
+        valid = job()
+        valid[part] = {**valid.get(part, {}), key: value}
+        error = failure(valid)
+        assert error is None or error.reasons
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_no_document_raises_anything_else(raw: bytes) -> None:
+    try:
+        data = parse_document(raw, "job")
+    except JobError as error:
+        data = error
+    assert data is None or failure(data) is not None
+
+
+def test_a_bad_job_is_answered_in_half_a_second(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("model: {preset: llama9}\n")
+    code = (
+        "import sys\nfrom dataset_builder.job.schema import TrainingJob\n"
+        f"try: TrainingJob.from_yaml({str(path)!r})\n"
+        "except ValueError as error: print(error)\n"
+        "assert not {'torch', 'numpy', 'pandas'} & set(sys.modules)\n"
+    )
+    best_s = 9.0
+    for _ in range(3):
+        before = os.times()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        after = os.times()  # processor time, so that a busy machine does not fail the test
+        best_s = min(best_s, sum(after[2:4]) - sum(before[2:4]))
+    assert "model.preset" in done.stdout
+    assert best_s < 0.5
