@@ -114,9 +114,10 @@ def build_corpus(
         **storage.graph_tables(graphs),
         "ops": storage.op_table(operators),
     }
+    digest = content_hash(tables)
     facts = {
         "format_version": FORMAT_VERSION,
-        "content_hash": content_hash(tables),
+        "content_hash": digest,
         "tracer_version": graphs[0].tracer_version if graphs else "",
         "num_runs": len(kept),
         "num_rows": len(measured),
@@ -126,7 +127,7 @@ def build_corpus(
         "skipped": dict(sorted(Counter(_kind(reason) for _, _, reason in skipped).items())),
     }
     _write(output, tables, facts, skipped, split_definitions(kept, folds, seed))
-    _say(f"{output}: content {facts['content_hash'][:12]}, {_since(started)}")
+    _say(f"{output}: content {digest[:12]}, {_since(started)}")
     return load_corpus(output)
 
 

@@ -14,16 +14,16 @@ import pyarrow.parquet as pq
 _RUN_COLUMNS = """
 | column | unit | meaning |
 |---|---|---|
-| run_id, source_id, source, source_date, license | | identity, where the figure was published, when, and the licence of the source |
+| run_id, source_id, source, source_date, license | | identity, where and when published, licence |
 | framework, framework_version | | as the source names them |
-| gpu, num_gpus, gpus_per_node, intra_node, inter_node | | hardware; the link between nodes is mostly inferred from the platform, blank if unknown |
-| model_name, arch | | the source's name; gpt, llama, mpt, moe, bert, electra, t5, bart, transformer-encdec, transformer-xl, hybrid-mamba |
+| gpu, num_gpus, gpus_per_node, intra_node, inter_node | | hardware; inter_node mostly inferred |
+| model_name, arch | | the source's name; gpt, llama, mpt, moe, bert, electra, t5, bart, ... |
 | layers, hidden, ffn_hidden, heads, kv_heads, head_dim, vocab | | sizes; blank where the source does not say |
 | seq_len | tokens | sequence length |
 | num_experts, top_k, gated_mlp, tied_embeddings | | mixture of experts; 1 or 0 |
-| tp, pp, dp, cp, ep, vpp, sequence_parallel, sharding | | layout: tensor, pipeline, data, context, expert, virtual pipeline |
+| tp, pp, dp, cp, ep, vpp, sequence_parallel, sharding | | sizes of the parallel axes |
 | micro_batch, global_batch, grad_accum | sequences | batch |
-| precision, precision_detail | | fp32, tf32, fp16_mixed, bf16, bf16_mixed, fp8_mixed, mxfp8, nvfp4; the recipe in words |
+| precision, precision_detail | | fp32, tf32, fp16_mixed, bf16, bf16_mixed, fp8_mixed, mxfp8, nvfp4; in words |
 | act_ckpt, attention, compile, optimizer | | software choices; blank if unknown |
 | **iter_time_s** | s | the label: one optimizer step |
 | peak_mem_gb | 1e9 bytes | peak memory of one rank where reported |
@@ -61,8 +61,8 @@ _CAUTIONS = """
 - neusight: fp32 forward and backward, no optimizer step. jax-toolbox: rematerialisation policy not given.
 - Noise: the same job repeated differs by 1.4% median when not launch-bound, 6% across software stacks and clusters.
 - aiconfigurator: CUDA graphs, L2-cold weights; fp8 and nvfp4 rows include quantising the activation unless static.
-- estimate-train-time: kernel time from a profiler; rope, RMS norm, masking and cross-entropy are eager chains of kernels;
-  optimizer rows time the host's call.
+- estimate-train-time: kernel time from a profiler; rope, RMS norm, masking and cross-entropy are eager chains of
+  kernels; optimizer rows time the host's call.
 - cudnn-frontend, published-tables: vendor figures, an upper envelope. deepbench, neusight: launch included.
 - No bf16 or fp8 product backward on Hopper or later; few collectives across nodes; nothing overlapped.
 """
@@ -72,9 +72,9 @@ def tables_card(runs: pd.DataFrame, ops: pd.DataFrame) -> str:
     """The card of the shipped tables."""
     return f"""# Measured training runs and operators
 
-{len(runs):,} measured training runs (`runs.parquet`) and {len(ops):,} measured operators and collectives (`ops.parquet`),
-collected from public sources. Every row names its source and licence, and how its time was derived. Only figures were
-taken, no text or code.
+{len(runs):,} measured training runs (`runs.parquet`) and {len(ops):,} measured operators and collectives
+(`ops.parquet`), collected from public sources. Every row names its source and licence, and how its time was derived.
+Only figures were taken, no text or code.
 
 ## runs.parquet
 {_RUN_COLUMNS}

@@ -90,7 +90,9 @@ def read_runs(path: str | Path) -> list[RunMeasurement]:
     if missing:
         raise JobError([f"column {column!r} is missing" for column in missing], source=str(path))
     table = table.drop(columns=[column for column in LABEL_COLUMNS if column in table.columns])
-    return [_run(row, number) for number, row in enumerate(table.to_dict("records"))]
+    columns = [str(column) for column in table.columns]
+    rows = table.itertuples(index=False, name=None)
+    return [_run(dict(zip(columns, row, strict=True)), number) for number, row in enumerate(rows)]
 
 
 def _run(row: Mapping[str, Any], number: int) -> RunMeasurement:
@@ -125,7 +127,8 @@ def build_job(inputs: Mapping[str, Any]) -> tuple[TrainingJob | None, str, tuple
         return None, str(error), ()
     except JobError as error:
         return None, "; ".join(error.reasons), ()
-    return job, "", (*assumed, *job.assumed)
+    assumed = (*assumed, *job.assumed)
+    return job.model_copy(update={"assumed": assumed}), "", assumed
 
 
 def job_group(inputs: Mapping[str, Any]) -> str:

@@ -1,0 +1,216 @@
+"""Rows of a runs table become the jobs they describe, and never anything that was derived from the measured time."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from dataset_builder.corpus.measurements import (
+    LABEL_COLUMNS,
+    RunMeasurement,
+    build_job,
+    read_runs,
+    read_table,
+    shipped_table,
+)
+from dataset_builder.corpus.run_jobs import REQUIRED_COLUMNS, RowError, job_mapping
+from dataset_builder.job.errors import JobError
+
+GPT_22B: dict[str, Any] = {
+    "source_id": "megatron-lm", "framework": "megatron-lm", "gpu": "A100-SXM4-80GB", "num_gpus": 8,
+    "gpus_per_node": 8, "model_name": "GPT 22B", "arch": "gpt", "layers": 48, "hidden": 6144, "heads": 64,
+    "vocab": 51200, "seq_len": 2048, "tp": 8, "pp": 1, "micro_batch": 4, "global_batch": 4,
+    "precision": "fp16_mixed", "act_ckpt": "full", "sequence_parallel": 0.0, "sharding": "none",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shipped() -> list[RunMeasurement]:
+    return read_runs(shipped_table("runs.parquet"))
+
+
+def mapping(**changes: Any) -> dict[str, Any]:
+    return job_mapping({**GPT_22B, **changes})[0]
+
+
+def test_nearly_every_row_is_a_job_and_every_other_says_why(shipped: list[RunMeasurement]) -> None:
+    without = [run for run in shipped if run.job is None]
+    assert len(without) <= 0.05 * len(shipped)
+    assert all(run.reason for run in without)
+    assert not any(run.reason for run in shipped if run.job is not None)
+
+
+def test_only_rows_that_lack_a_needed_field_are_no_job(shipped: list[RunMeasurement]) -> None:
+    reasons = Counter(run.reason.split(":")[0].split(" ")[0] for run in shipped if run.job is None)
+    assert set(reasons) <= {"missing", "tp,", "global_batch"}
+
+
+def test_a_job_multiplies_out_to_the_gpus_of_its_row(shipped: list[RunMeasurement]) -> None:
+    num_gpus = read_table(shipped_table("runs.parquet")).set_index("run_id")["num_gpus"]
+    for run in shipped:
+        if run.job is not None:
+            parallel, cluster = run.job.parallel, run.job.cluster
+            assert cluster.num_gpus == num_gpus[run.run_id] == parallel.model_parallel_size * (parallel.data or 0)
+
+
+def test_labels_never_reach_a_job(tmp_path: Path) -> None:
+    """Poisoning everything that was computed from the measured time, and that time itself, changes no job."""
+    table = read_table(shipped_table("runs.parquet")).astype(object).iloc[::7].reset_index(drop=True)
+    table.to_parquet(tmp_path / "clean.parquet")
+    poisoned = table.copy()
+    poisoned["iter_time_s"] = poisoned["iter_time_s"].astype(float).sample(frac=1, random_state=1).to_numpy() * 3
+    poisoned["peak_mem_gb"] = 1.0
+    for column in LABEL_COLUMNS:
+        poisoned[column] = "999999"
+    poisoned["notes"] = poisoned["notes"].fillna("").astype(str) + "; calc_tflops=312.0; spread=9%; mfu=61; hfu_pct=70"
+    poisoned.to_parquet(tmp_path / "poisoned.parquet")
+    clean, dirty = read_runs(tmp_path / "clean.parquet"), read_runs(tmp_path / "poisoned.parquet")
+    assert [run.job for run in clean] == [run.job for run in dirty]
+    assert [run.assumed for run in clean] == [run.assumed for run in dirty]
+    assert [run.iter_time_s for run in clean] != [run.iter_time_s for run in dirty]
+
+
+def test_missing_columns_are_named(tmp_path: Path) -> None:
+    pd.DataFrame({"gpu": ["T4-16GB"], "iter_time_s": [1.0]}).to_csv(tmp_path / "runs.csv")
+    with pytest.raises(JobError) as caught:
+        read_runs(tmp_path / "runs.csv")
+    assert all(
+        any(column in reason for reason in caught.value.reasons) for column in REQUIRED_COLUMNS if column != "gpu"
+    )
+
+
+def test_optional_columns_may_be_absent(tmp_path: Path) -> None:
+    columns = (*REQUIRED_COLUMNS, "iter_time_s")
+    pd.DataFrame([{**GPT_22B, "iter_time_s": 1.42}])[list(columns)].to_csv(tmp_path / "runs.csv", index=False)
+    (run,) = read_runs(tmp_path / "runs.csv")
+    assert run.job is not None
+    assert run.run_id == "row-0"
+    assert run.job_group
+
+
+def test_unreadable_file_is_a_job_error(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"nothing\.csv"):
+        read_runs(tmp_path / "nothing.csv")
+
+
+def test_a_known_row() -> None:
+    job, reason, _ = build_job(GPT_22B)
+    assert not reason
+    assert job is not None
+    assert job.model.ffn_hidden_size == 4 * 6144
+    assert (job.precision.compute, job.precision.params, job.precision.main_params) == ("fp16", "fp16", "fp32")
+    assert job.precision.loss_scaling
+    assert job.parallel.recompute is not None
+    assert job.parallel.recompute.mode == "full"
+    assert (job.cluster.num_nodes, job.cluster.gpus_per_node) == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("arch", "architecture", "position", "normalization"),
+    [
+        ("gpt", "decoder", "learned", "layernorm"), ("llama", "decoder", "rope", "rmsnorm"),
+        ("mpt", "decoder", "alibi", "layernorm"), ("bert", "encoder", "learned", "layernorm"),
+        ("t5", "encoder_decoder", "relative", "rmsnorm"), ("transformer-xl", "decoder", "relative", "layernorm"),
+    ],
+)  # fmt: skip
+def test_architectures(arch: str, architecture: str, position: str, normalization: str) -> None:
+    model = mapping(arch=arch, source_id="x", framework="pytorch")["model"]
+    assert (model["architecture"], model["position_embedding"], model["normalization"]) == (
+        architecture, position, normalization,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("detail", "linear"),
+    [
+        ("TE fp8 delayed scaling hybrid", "fp8_delayed"),
+        ("fp8 per-tensor current scaling (FP8-CS recipe)", "fp8_current"),
+        ("params=bf16, fp8_recipe=tensorwise, fp8_param_gather=1", "fp8_tensorwise"),
+        ("params=bf16, fp8_recipe=blockwise", "fp8_blockwise"),
+        ("TE fp8", "fp8_delayed"),
+    ],
+)
+def test_fp8_recipes(detail: str, linear: str) -> None:
+    assert mapping(precision="fp8_mixed", precision_detail=detail)["precision"]["linear"] == linear
+
+
+def test_precision_words_of_the_source() -> None:
+    words = "params=bf16, grad_reduce=bf16, main_params=fp32, main_grads=fp32, exp_avg=fp32"
+    policy = mapping(precision="bf16_mixed", precision_detail=words)["precision"]
+    assert (policy["grad_reduce"], policy["grad_accum"], policy["main_params"]) == ("bf16", "fp32", "fp32")
+    assert mapping(precision="bf16", precision_detail="bf16 params, fp32 master")["precision"]["preset"] == "bf16_mixed"
+    assert mapping(precision="fp32")["precision"] == {"preset": "fp32"}
+    pure = mapping(precision="bf16_mixed", framework="llm-foundry", precision_detail="mixed_precision=PURE")[
+        "precision"
+    ]
+    assert (pure["params"], pure["param_gather"], pure["grad_reduce"]) == ("fp32", "bf16", "bf16")
+
+
+def test_mxfp8_without_the_hardware_is_block_scaled() -> None:
+    hopper = mapping(precision="mxfp8", gpu="H100-SXM5-80GB")["precision"]
+    assert hopper["linear"] == "fp8_blockwise"
+    assert "linear" not in mapping(precision="mxfp8", gpu="B200-SXM6-180GB")["precision"]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [("naive", "unfused"), ("te:unfused", "unfused"), ("fmha", "unfused"), ("flash2", "flash"), ("te", "flash"),
+     ("te:flash", "flash"), ("te:auto", None)],
+)  # fmt: skip
+def test_attention_kernels(kernel: str, expected: str | None) -> None:
+    assert mapping(attention=kernel)["software"].get("attention") == expected
+
+
+def test_flags_of_a_megatron_test() -> None:
+    notes = "deterministic_mode=1; overlap_grad_reduce=1; hidden_dropout=0.1; moe_layers=9; dense_ffn=4096"
+    row = {"source_id": "megatron-golden", "notes": notes, "layers": 12, "num_experts": 8, "top_k": 2,
+           "ffn_hidden": 1024, "arch": "moe", "ep": 2, "tp": 2, "global_batch": 16}  # fmt: skip
+    job = mapping(**row)
+    assert job["software"]["deterministic"]
+    assert job["parallel"]["overlap"] == {
+        "grad_reduce": True,
+        "param_gather": False,
+        "tensor": False,
+        "pipeline": False,
+    }
+    assert job["model"]["moe"]["dense_layers"] == [0, 1, 2]
+    assert (job["model"]["ffn_hidden_size"], job["model"]["moe"]["expert_ffn_hidden_size"]) == (4096, 1024)
+    assert job["parallel"]["expert_tensor"] == 2
+    assert job["model"]["dropout"] == 0.1
+
+
+def test_deepseek_v3_gets_its_latent_attention() -> None:
+    model = mapping(model_name="DeepSeekV3 (w/o MTP)", arch="moe", layers=61, hidden=7168, heads=128, ffn_hidden=2048,
+                    num_experts=256, top_k=8, gated_mlp=1, tp=1, global_batch=64)["model"]  # fmt: skip
+    assert model["mla"]["kv_lora_rank"] == 512
+    assert model["moe"]["dense_layers"] == [0, 1, 2]
+    assert (model["ffn_hidden_size"], model["moe"]["num_shared_experts"]) == (18432, 1)
+
+
+def test_a_batch_that_does_not_divide_is_changed_openly() -> None:
+    job, assumed = job_mapping({**GPT_22B, "tp": 1, "micro_batch": 3, "global_batch": 64})
+    assert job["batch"]["micro_batch_size"] == 4
+    assert any("micro_batch_size" in sentence for sentence in assumed)
+
+
+def test_uneven_stages_keep_every_layer() -> None:
+    job, assumed = job_mapping({**GPT_22B, "layers": 45, "tp": 2, "pp": 4})
+    split = job["parallel"]["layers_per_stage"]
+    assert sum(split) == 45
+    assert split[0] <= split[1]
+    assert any("layers_per_stage" in sentence for sentence in assumed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"layers": math.nan}, "layers"), ({"gpu": "abacus"}, "abacus"), ({"tp": 3}, "does not divide"),
+     ({"precision": "int4"}, "int4"), ({"hidden": "wide"}, "wide"), ({"global_batch": 0}, "global_batch")],
+)  # fmt: skip
+def test_rows_without_a_job_say_why(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(RowError, match=words):
+        job_mapping({**GPT_22B, **changes})
