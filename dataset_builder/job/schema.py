@@ -344,7 +344,19 @@ def _with_value(data: dict[str, Any], path: list[str], value: Any) -> dict[str, 
         below = {"preset": below}
     elif key == "optimizer" and isinstance(below, str):
         below = {"name": below}
+    elif key == "recompute" and isinstance(below, str):
+        below = {"mode": below}
+    elif key == "gpu" and isinstance(below, str):
+        below = _specification(below)
     return {**data, key: _with_value(below if isinstance(below, dict) else {}, rest, value)}
+
+
+def _specification(name: str) -> Any:
+    """The catalogue's facts of a device, to change one of them; an unknown name is left for validation to report."""
+    try:
+        return device(name).model_dump()
+    except KeyError:
+        return name
 
 
 def _within_model(data: dict[str, Any], path: list[str]) -> tuple[list[str], dict[str, Any]]:

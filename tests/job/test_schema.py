@@ -161,6 +161,8 @@ def test_overrides_reach_into_presets() -> None:
     assert TrainingJob.from_yaml(path, {"model.preset": "llama3-8b"}).model.num_layers == 32
     simple = TrainingJob.from_yaml(path, {"precision": "bf16_mixed"})
     assert simple.precision.linear == "same"
+    slower = TrainingJob.from_yaml(path, {"cluster.gpu.power_w": "500"}).cluster.gpu
+    assert (slower.name, slower.power_w, slower.num_sms) == ("H100-SXM5-80GB", 500, 132)
     with pytest.raises(JobError, match=r"batch\.sequence: unknown key"):
         TrainingJob.from_yaml(path, {"batch.sequence": "3"})
 
