@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, model_validator
 
 from dataset_builder.job.presets import preset
-from dataset_builder.job.values import Count, CountOrZero, Frozen
+from dataset_builder.job.values import Count, CountOrZero, Frozen, WalkedCountOrZero
 
 Activation = Literal["swiglu", "geglu", "gelu", "relu", "squared_relu"]
 GATED_ACTIVATIONS = ("swiglu", "geglu")
@@ -56,9 +56,9 @@ class ModelSpec(Frozen):
 
     name: str | None = None
     architecture: Literal["decoder", "encoder", "encoder_decoder"] = "decoder"
-    num_layers: CountOrZero
-    num_encoder_layers: CountOrZero | None = None
-    num_decoder_layers: CountOrZero | None = None
+    num_layers: WalkedCountOrZero
+    num_encoder_layers: WalkedCountOrZero | None = None
+    num_decoder_layers: WalkedCountOrZero | None = None
     hidden_size: Count
     ffn_hidden_size: Count
     num_attention_heads: Count

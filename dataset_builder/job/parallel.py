@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from dataset_builder.job.values import Count, CountOrZero, Frozen
+from dataset_builder.job.values import Count, CountOrZero, Frozen, WalkedCount
 
 Sharding = Literal["none", "zero1", "zero2", "zero3", "hsdp"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "dualpipe"]
@@ -41,12 +41,12 @@ class ParallelPlan(Frozen):
     """Sizes of the parallel axes; ``None`` means derived from the cluster or the framework's default."""
 
     tensor: Count = 1
-    pipeline: Count = 1
+    pipeline: WalkedCount = 1
     context: Count = 1
     expert: Count = 1
     expert_tensor: Count = 1
     data: Count | None = None
-    virtual_pipeline: Count = 1
+    virtual_pipeline: WalkedCount = 1
     schedule: Schedule | None = None
     layers_per_stage: tuple[CountOrZero, ...] | None = None
     sequence_parallel: bool | None = None

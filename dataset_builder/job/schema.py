@@ -31,7 +31,7 @@ from dataset_builder.job.model import ModelSpec
 from dataset_builder.job.parallel import ParallelPlan, Recompute
 from dataset_builder.job.precision import PrecisionPolicy, resolve_precision
 from dataset_builder.job.reasons import reasons_of, shown
-from dataset_builder.job.values import Count, Frozen
+from dataset_builder.job.values import Count, Frozen, WalkedCount
 
 
 class BatchSpec(Frozen):
@@ -46,7 +46,7 @@ class BatchSpec(Frozen):
 class ClusterSpec(Frozen):
     """The GPUs a job runs on. ``gpu`` and the links are named in the catalogue or given as a specification."""
 
-    gpus_per_node: Count = 8  # first: a node's network cards are shared by its GPUs
+    gpus_per_node: WalkedCount = 8  # first: a node's network cards are shared by its GPUs
     num_nodes: Count = 1
     gpu: DeviceSpec
     intra_node: LinkSpec | None = None

@@ -24,6 +24,9 @@ def _whole_number(value: Any) -> Any:
 
 Count = Annotated[int, BeforeValidator(_whole_number), Field(ge=1, le=2**62)]
 CountOrZero = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, le=2**62)]
+# Layers, stages and the GPUs of a node are walked one by one: no real job has more, and a slip of the pen is told.
+WalkedCount = Annotated[int, BeforeValidator(_whole_number), Field(ge=1, le=10_000)]
+WalkedCountOrZero = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, le=10_000)]
 
 
 class Frozen(BaseModel):

@@ -198,6 +198,8 @@ def _chunks(job: TrainingJob) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], 
     stages, virtual = plan.pipeline, plan.virtual_pipeline
     slots = stages * virtual
     given = plan.layers_per_stage
+    if slots > max(layers, len(given or ())):
+        return (), [f"parallel.pipeline: {layers} layers are fewer than the {slots} model chunks of PP{stages}"]
     if given is None:
         if layers % slots:
             cut = [layers // stages + (stage < layers % stages) for stage in range(stages)]
@@ -257,8 +259,8 @@ def _domains(size: int, stride: int, domain: int, world: int) -> int:
         return size
     block = size * stride  # ranks from one group of neighbours to the next
     blocks = min(max(1, world // block), domain // math.gcd(domain, block))
-    return max(
-        ((index * block + inner) % domain + (size - 1) * stride) // domain + 1
-        for index in range(blocks)
-        for inner in range(stride)
-    )
+    spanned = 1
+    for index in range(blocks):
+        start = min(index * block % domain + stride - 1, domain - 1)  # the neighbour nearest to the domain's end
+        spanned = max(spanned, (start + (size - 1) * stride) // domain + 1)
+    return spanned

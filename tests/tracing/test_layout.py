@@ -197,3 +197,9 @@ def test_groups_match_a_count_over_all_ranks(
 def test_a_huge_cluster_is_laid_out_as_fast_as_a_small_one() -> None:
     layout = rank_layout(job({"tensor": 8, "pipeline": 8}, nodes=131072, batch={"global_batch_size": 16384}))
     assert (layout.data, layout.groups["data"].nodes) == (16384, 16384)
+
+
+def test_absurd_sizes_are_answered_at_once() -> None:
+    absurd = {"tensor": 10**12, "pipeline": 10_000, "virtual_pipeline": 10_000, "context": 10**12}
+    given = job(absurd, nodes=10**15, cluster={"gpu": "H100", "gpus_per_node": 10_000})
+    assert "80 layers are fewer than the 100000000 model chunks" in reasons(given)
