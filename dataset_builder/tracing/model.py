@@ -368,7 +368,8 @@ class Attention(nn.Module):
         self.norms = nn.ModuleList(
             [Norm(context, f"{name}_norm", columns, bias=False) for name, columns in zip("qk", over, strict=False)]
         )
-        if structure.position_embedding == "relative" and structure.causal and not is_cross:
+        # Transformer-XL projects its relative positions in every layer; T5 (which has cross-attention) has one table
+        if structure.position_embedding == "relative" and structure.causal and not structure.cross_attention:
             self.relative = Linear(context, "relative", (hidden, self.query), "columns")
 
     def _project(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -583,10 +584,10 @@ class Experts(nn.Module):
         with scope("dispatch"):
             sent = Permute.apply(tokens, chosen, copies if structure.expert else arriving)  # type: ignore[no-untyped-call]
             if structure.expert:
-                sent = AllToAll.apply(sent, arriving // ranks)  # type: ignore[no-untyped-call]
+                sent = AllToAll.apply(sent, arriving)  # type: ignore[no-untyped-call]
             if structure.expert_tensor:
                 sent = GatherSequence.apply(sent, ranks, "tensor")  # type: ignore[no-untyped-call]
-        inner = self._grouped("expert_fc1", sent.view(experts, per_expert, -1), self.expert_fc1)
+        inner = self._grouped("expert_fc1", sent.view(experts, per_expert * ranks, -1), self.expert_fc1)
         with scope("expert_activation", "activation"):
             inner = _activate(inner, structure)
         out = self._grouped("expert_fc2", inner, self.expert_fc2).flatten(0, 1)

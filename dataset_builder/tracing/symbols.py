@@ -39,14 +39,13 @@ SIZES: dict[str, Size] = {
     "v": Size(59, 1, "vocabulary on a rank"),
     "p": Size(61, 1, "rows of the position table"),
     "y": Size(67, 1, "token types"),
-    "e": Size(71, 1, "experts on a rank"),
+    "e": Size(83, 1, "experts on a rank"),
     "x": Size(73, 1, "expert parallel ranks"),
-    "n": Size(79, 1, "tokens of one expert on a rank"),
-    "k": Size(83, 1, "experts per token"),
+    "n": Size(79, 1, "tokens of one expert that arrive at a rank, before gathering over expert-tensor ranks"),
+    "k": Size(71, 1, "experts per token"),
     "a": Size(89, 1, "feed-forward columns of one expert on a rank"),
     "i": Size(97, 1, "feed-forward columns of the shared experts on a rank"),
     "q": Size(101, 1, "rank of the compressed queries (MLA)"),
-    "l": Size(109, 1, "rank of the compressed keys and values (MLA)"),
     "w": Size(113, 32, "attention window, positions"),
     "j": Size(127, 1, "rotary head dimension (MLA), halves: the dimension is 2 j"),
     "N": Size(131, 1, "elements the optimizer updates on a rank"),
@@ -67,12 +66,14 @@ def _sums() -> dict[str, Size]:
     nope = query_key[0]
     half_value = next(n for n in free if n not in query_key and _is_prime(nope + 2 * n))
     used = {*query_key, half_value, nope + 2 * half_value}
+    latent = next(n for n in free if n not in used and n + rotary not in used and _is_prime(n + rotary))
     return {
+        "l": Size(latent, 1, "rank of the compressed keys and values (MLA)"),
         "D": Size(nope, 1, "query and key head dimension without rotary part (MLA)"),
         "E": Size(query_key[1], 1, "query and key head dimension (MLA): D + 2 j"),
         "V": Size(half_value, 1, "half the value head dimension (MLA)"),
         "B": Size(nope + 2 * half_value, 1, "key and value columns per head (MLA): D + 2 V"),
-        "L": Size(next(n for n in free if n not in used), 1, "compressed keys, values and rotary key (MLA): l + 2 j"),
+        "L": Size(latent + rotary, 1, "compressed keys, values and rotary key (MLA): l + 2 j"),
     }
 
 

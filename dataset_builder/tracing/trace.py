@@ -245,7 +245,7 @@ def block_sizes(job: TrainingJob, layout: RankLayout, is_decoder: bool) -> dict[
         moe = model.moe
         local = moe.num_experts / layout.expert
         rows = batch.micro_batch_size * (positions / tensor if job.parallel.sequence_parallel else positions)
-        arriving = rows * moe.top_k * layout.expert_tensor * (moe.capacity_factor or 1.0)
+        arriving = rows * moe.top_k * (moe.capacity_factor or 1.0)
         sizes |= {
             "e": local, "x": layout.expert, "k": moe.top_k, "n": max(1.0, arriving / local),
             "a": moe.expert_ffn_hidden_size / layout.expert_tensor, "i": max(1.0, moe.shared_width / tensor),
