@@ -8,6 +8,7 @@ ZeRO-3 all. Activations are what autograd saves for one microbatch times the mic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,9 @@ STATES_PER_PARAMETER = {
 RUNTIME_BYTES = 1.0e9
 # cuBLAS workspace of Hopper (32 MiB) and the smaller ones of earlier devices, and the allocator's rounding.
 WORKSPACE_BYTES = 64.0 * 2**20
+# How far measured peaks of public runs lie from this model (one standard deviation is 15%): a job whose need is above
+# the device's memory by less than this may well run.
+RELATIVE_ERROR = 0.15
 # Layers whose full weights are on the device at once under ZeRO-3: the one that runs and the one gathered ahead.
 GATHERED_LAYERS = 2
 
@@ -62,8 +66,13 @@ class StageMemory:
         return self.allocated + self.runtime
 
 
-def stage_memory(stage: StageFacts, job: TrainingJob, layout: RankLayout) -> StageMemory:
-    """Peak memory of one rank of ``stage``; ``job`` is a resolved job."""
+def peak_memory(stages: Sequence[StageFacts], job: TrainingJob, layout: RankLayout) -> tuple[StageMemory, ...]:
+    """Peak memory of one rank of every stage; ``job`` is a resolved job."""
+    head = _head_activation_bytes(stages)
+    return tuple(_stage_memory(stage, head if stage is stages[-1] else 0.0, job, layout) for stage in stages)
+
+
+def _stage_memory(stage: StageFacts, head_bytes: float, job: TrainingJob, layout: RankLayout) -> StageMemory:
     dense = float(stage.num_parameters - stage.num_expert_parameters)
     experts = float(stage.num_expert_parameters)
     copies = layout.expert_data_group.size
@@ -71,7 +80,9 @@ def stage_memory(stage: StageFacts, job: TrainingJob, layout: RankLayout) -> Sta
     shares = zip(model_states(dense, job, layout.shard_size), model_states(experts, job, expert_ranks), strict=True)
     params, grads, optimizer = (of_dense + of_experts for of_dense, of_experts in shares)
     held = microbatches_in_flight(stage.stage, job, layout.num_microbatches)
-    activations = held * stage.saved_activation_bytes + stage.recompute_peak_bytes
+    # The last stage runs a microbatch's backward right after its head, so it never holds two heads (but for GPipe).
+    heads = held if job.parallel.schedule == "gpipe" else min(held, 1.0)
+    activations = held * (stage.saved_activation_bytes - head_bytes) + heads * head_bytes + stage.recompute_peak_bytes
     buffers = (
         WORKSPACE_BYTES
         + stage.logits_bytes
@@ -79,6 +90,15 @@ def stage_memory(stage: StageFacts, job: TrainingJob, layout: RankLayout) -> Sta
         + _fp8_copy_bytes(stage, job.precision)
     )
     return StageMemory(params, grads, optimizer, activations, buffers)
+
+
+def _head_activation_bytes(stages: Sequence[StageFacts]) -> float:
+    """What the last stage saves beyond its layers, by the layers of the stage before it; zero for a single stage."""
+    if len(stages) < 2 or not stages[-2].layers:
+        return 0.0
+    before, last = stages[-2], stages[-1]
+    layer = before.saved_activation_bytes / len(before.layers)
+    return max(0.0, last.saved_activation_bytes - layer * len(last.layers))
 
 
 def model_states(num_parameters: float, job: TrainingJob, shard_size: int) -> tuple[float, float, float]:

@@ -34,7 +34,7 @@ from gnn_predictor.checkpoint import Checkpoint, CheckpointError, Interval, load
 from gnn_predictor.critical_path import Breakdown, JobTimes, breakdown
 from gnn_predictor.domain import outside
 from gnn_predictor.features import SLOTS, GraphArrays, featurize
-from gnn_predictor.memory import StageMemory, stage_memory
+from gnn_predictor.memory import RELATIVE_ERROR, StageMemory, peak_memory
 from gnn_predictor.network import Ensemble, NetworkConfig
 
 SCHEMA_VERSION = 1
@@ -223,33 +223,40 @@ class _TracedJob:
 
     @property
     def fits_memory(self) -> bool:
-        return max(stage.total for stage in self.memory) <= self.job.cluster.gpu.hbm_bytes
+        return _memory_shortage(self.memory, self.job) <= 0
 
 
 def _trace(job: TrainingJob, force: bool) -> _TracedJob:
     job = job.resolved()
     layout = rank_layout(job)
     graph = build_graph(job)
-    memory = tuple(stage_memory(stage, job, layout) for stage in graph.stages)
-    obstacles = [*unsupported_formats(job), *_memory_obstacles(memory, job)]
+    memory = peak_memory(graph.stages, job, layout)
+    obstacles, doubts = unsupported_formats(job), []
+    shortage = _memory_shortage(memory, job)
+    if shortage > RELATIVE_ERROR:
+        obstacles = [*obstacles, _memory_arithmetic(memory, job)]
+    elif shortage > 0:
+        doubts = [f"{_memory_arithmetic(memory, job)}, but within the {RELATIVE_ERROR:.0%} error of this estimate"]
     if obstacles and not force:
         raise CannotRunError([f"{each} (--force predicts anyway)" for each in obstacles], source=job.name or "job")
-    warnings = (*obstacles, *job.assumed)
+    warnings = (*obstacles, *doubts, *job.assumed)
     return _TracedJob(job, layout, graph, memory, featurize(job, graph, layout), warnings)
 
 
-def _memory_obstacles(memory: Sequence[StageMemory], job: TrainingJob) -> list[str]:
-    available = job.cluster.gpu.hbm_bytes
+def _memory_shortage(memory: Sequence[StageMemory], job: TrainingJob) -> float:
+    """By what share the fullest stage needs more than the device has; negative when it fits."""
+    return max(stage.total for stage in memory) / job.cluster.gpu.hbm_bytes - 1.0
+
+
+def _memory_arithmetic(memory: Sequence[StageMemory], job: TrainingJob) -> str:
     worst = max(range(len(memory)), key=lambda stage: memory[stage].total)
-    need = memory[worst]
-    if need.total <= available:
-        return []
+    need, gpu = memory[worst], job.cluster.gpu
     parts = ("params", "grads", "optimizer", "activations", "other")
     arithmetic = " + ".join(f"{part} {getattr(need, part) / 1e9:.1f}" for part in parts)
-    return [
+    return (
         f"memory: stage {worst} needs {need.total / 1e9:.1f} GB per GPU ({arithmetic}), "
-        f"{job.cluster.gpu.name} has {available / 1e9:.1f} GB"
-    ]
+        f"{gpu.name} has {gpu.hbm_bytes / 1e9:.1f} GB"
+    )
 
 
 @functools.lru_cache(maxsize=4)

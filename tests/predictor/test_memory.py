@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from dataset_builder.job.parallel import ParallelPlan
 from dataset_builder.job.precision import PrecisionPolicy, resolve_precision
 from dataset_builder.job.schema import OptimizerSpec
-from gnn_predictor.memory import microbatches_in_flight, model_states
+from dataset_builder.tracing.graph import StageFacts
+from gnn_predictor.memory import microbatches_in_flight, model_states, peak_memory
 
 
 def _job(sharding: str = "none", precision: str = "fp16_mixed", optimizer: str = "adam", **plan: Any) -> Any:
@@ -60,6 +61,32 @@ def test_microbatches_in_flight_follow_the_schedule(
 ) -> None:
     job = _job(**plan)
     assert [microbatches_in_flight(stage, job, microbatches) for stage in range(len(expected))] == expected
+
+
+def _stage(index: int, layers: int, saved: float, **facts: float) -> StageFacts:
+    held = {"num_parameters": 0, "num_expert_parameters": 0, "recompute_peak_bytes": 0.0, "logits_bytes": 0.0, **facts}
+    return StageFacts(index, tuple(range(layers)), index == 0, False, saved_activation_bytes=saved, **held)  # type: ignore[arg-type]
+
+
+def _layout(microbatches: int, shard_size: int = 1, expert_copies: int = 1) -> Any:
+    copies = SimpleNamespace(size=expert_copies)
+    return SimpleNamespace(num_microbatches=microbatches, shard_size=shard_size, expert_data_group=copies)
+
+
+def test_an_interleaved_last_stage_holds_one_head() -> None:
+    """10 bytes a layer and 7 for the head: 2.5 microbatches of the layers in flight, one of the head."""
+    job = _job(pipeline=4, virtual_pipeline=2, schedule="interleaved")
+    stages = [_stage(index, 2, 20.0 if index < 3 else 27.0) for index in range(4)]
+    memory = peak_memory(stages, job, _layout(microbatches=8))
+    assert [each.activations for each in memory] == [5.5 * 20, 4.5 * 20, 3.5 * 20, 2.5 * 20 + 7]
+
+
+def test_the_parts_add_up_and_experts_are_sharded_over_their_own_copies() -> None:
+    stage = _stage(0, 2, 1e9, num_parameters=3_000, num_expert_parameters=2_000, logits_bytes=5e6)
+    (memory,) = peak_memory([stage], _job("zero1"), _layout(4, shard_size=8, expert_copies=2))
+    assert memory.optimizer == pytest.approx(12 * (1_000 / 8 + 2_000 / 2))
+    assert memory.total == memory.model_states + memory.activations + memory.other
+    assert memory.total - memory.allocated == memory.runtime
 
 
 @given(

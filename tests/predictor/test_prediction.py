@@ -72,6 +72,14 @@ def test_a_job_that_does_not_fit_is_refused_with_the_arithmetic(job_of: Any, unt
     assert any(warning.startswith("memory:") for warning in forced.warnings)
 
 
+def test_a_job_on_the_edge_of_its_memory_is_answered_with_a_doubt(job_of: Any, untrained: Path) -> None:
+    need = max(stage.peak_memory_bytes for stage in predict(job_of(), checkpoint=untrained).stages)
+    device = job_of().cluster.gpu.model_dump() | {"name": "edge", "hbm_bytes": need * 0.95}
+    prediction = predict(job_of(cluster={"gpu": device}), checkpoint=untrained)
+    assert not prediction.fits_memory
+    assert any("within the 15% error" in warning for warning in prediction.warnings)
+
+
 def test_a_format_without_hardware_is_refused(job_of: Any, untrained: Path) -> None:
     with pytest.raises(CannotRunError, match="fp8"):
         predict(job_of(precision="fp8_mixed"), checkpoint=untrained)
