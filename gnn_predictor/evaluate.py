@@ -112,8 +112,8 @@ def baseline_columns(measurements: Sequence[RunMeasurement], reference: pd.DataF
         job = run.job.resolved()
         try:
             lines[index] = {**_keys(run), **analytic_features(job, build_graph(job), rank_layout(job))}
-        except JobError:
-            continue  # the layout can't run: the network may still give a number, a baseline doesn't
+        except Exception as error:  # a row without baselines is no reason to lose the others
+            print(f"{run.run_id}: no baselines: {error!r}", file=sys.stderr)
     columns = [f"{BASELINE_PREFIX}{name}_s" for name in BASELINES]
     everything = pd.DataFrame(np.nan, index=range(len(measurements)), columns=columns)
     if lines:
@@ -190,9 +190,12 @@ def _answers(jobs: list[TrainingJob], predict_jobs: PredictJobs) -> Iterator[dic
     """What predictions.csv says of each job; one that can't be predicted doesn't spoil its batch."""
     try:
         answers = [_answer(prediction) for prediction in predict_jobs(jobs)]
-    except JobError as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever it is, the other rows of the file deserve their answer
         if len(jobs) == 1:
-            yield {"status": "skipped", "reason": "; ".join(error.reasons)}
+            reason = "; ".join(error.reasons) if isinstance(error, JobError) else f"a bug: {error!r}"
+            yield {"status": "skipped", "reason": " ".join(reason.split())[:500]}
             return
         for job in jobs:
             yield from _answers([job], predict_jobs)

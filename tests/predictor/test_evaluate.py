@@ -54,6 +54,8 @@ class _Prediction:
 def _predict(jobs: Sequence[TrainingJob]) -> list[Any]:
     if any(job.batch.seq_length == 4096 for job in jobs):
         raise JobError(["4096 is refused"])
+    if any(job.batch.seq_length == 8192 for job in jobs):
+        raise RuntimeError("a defect\nof two lines")
     return [_Prediction(0.1 if job.precision.label == "bf16_mixed" else 0.05) for job in jobs]
 
 
@@ -103,11 +105,12 @@ def test_writes_every_row_with_the_contracts_columns(tmp_path: Path) -> None:
 
 
 def test_a_row_that_cannot_be_predicted_does_not_spoil_its_batch(tmp_path: Path) -> None:
-    runs = _csv(tmp_path / "runs.csv", {}, {"seq_len": 4096}, {"precision": "fp16_mixed"})
+    runs = _csv(tmp_path / "runs.csv", {}, {"seq_len": 4096}, {"precision": "fp16_mixed"}, {"seq_len": 8192})
     command.evaluate(runs, tmp_path, _checkpoint(), predict_jobs=_predict)
     table = pd.read_csv(tmp_path / "predictions.csv", keep_default_na=False)
-    assert table["status"].tolist() == ["ok", "skipped", "ok"]
+    assert table["status"].tolist() == ["ok", "skipped", "ok", "skipped"]
     assert table["reason"][1] == "4096 is refused"
+    assert table["reason"][3].startswith("a bug: RuntimeError")
 
 
 def test_baselines_stand_beside_and_overlap_is_told(tmp_path: Path) -> None:
@@ -117,7 +120,7 @@ def test_baselines_stand_beside_and_overlap_is_told(tmp_path: Path) -> None:
     assert set(metrics["baselines"]) == {"b0", "b1", "b2"}
     assert all(figures["count"] == 2 for figures in metrics["baselines"].values())
     assert metrics["overlap_with_training"] == {
-        "known": True, "rows": 1, "by_run_id": 2 - 1, "by_job_group": 1, "by_job": 1,
+        "known": True, "rows": 1, "by_run_id": 1, "by_job_group": 1, "by_job": 1,
     }  # fmt: skip
     assert "not held out" in metrics["notes"][0]
 
