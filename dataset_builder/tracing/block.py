@@ -76,7 +76,7 @@ def _prepare_gradients(block: nn.Module, context: BlockContext) -> set[int]:
     for name, parameter in block.named_parameters():
         buffer = torch.empty_like(parameter, dtype=target, requires_grad=False)
         buffers.add(buffer.untyped_storage()._cdata)
-        if target == parameter.dtype and not structure.fused:
+        if target == parameter.dtype and (structure.autocast or not structure.fused):
             parameter.grad = buffer
             continue
         parameter.main_grad = buffer  # type: ignore[attr-defined]

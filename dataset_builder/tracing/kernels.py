@@ -166,6 +166,11 @@ class _Reducer:
         final = {self.recording.output.storage} if self.recording.output else set()
         final |= self.recording.input_gradients | self.recording.weight_gradients
         last_writer = {ref.storage: index for index, op in enumerate(self.ops) for ref in op.outputs}
+        allocator: dict[int, int] = {}  # storage -> group that made it; tensors changed in place are made elsewhere
+        for index, op in enumerate(self.ops):
+            for ref in op.outputs:
+                if ref.storage not in {source.storage for source in op.inputs}:
+                    allocator.setdefault(ref.storage, self.group_of[index])
         for number, group in enumerate(self.groups):
             inside = set(group.ops)
             for index in group.ops:
@@ -176,7 +181,8 @@ class _Reducer:
                 for ref in op.outputs:
                     readers = consumers.get(index, set()) - {number}
                     is_final = ref.storage in final and last_writer[ref.storage] == index
-                    is_kept = any(not self._recomputes(reader, number) for reader in readers)
+                    is_kept = any(ref.fmt == "bool" or not self._recomputes(reader, number) for reader in readers)
+                    is_kept = is_kept or allocator.get(ref.storage) != number
                     if not group.region or is_kept or is_final or not consumers.get(index):
                         _touch(group.writes, ref)
 
@@ -377,8 +383,8 @@ class _Reducer:
 def kind_of(op: RawOp) -> str:
     """The kind of a single operator."""
     name = _short(op)
-    if name == "_to_copy":
-        return "cast" if op.inputs and op.inputs[0].fmt != op.outputs[0].fmt else "copy"
+    if name in ("_to_copy", "copy_") and op.inputs:
+        return "cast" if op.inputs[-1].fmt != op.outputs[0].fmt else "copy"
     return _KIND_OF_OP.get(name, "elementwise")
 
 
@@ -401,8 +407,10 @@ def _reads(op: RawOp) -> list[TensorRef]:
     if name in ("embedding", "gather"):
         table = TensorRef(op.inputs[0].storage, op.outputs[0].shape, op.inputs[0].fmt)
         return [table, *op.inputs[1:]]
-    if name in ("empty_like", "zeros_like", "ones_like", "new_zeros", "new_empty"):
+    if name in ("zeros_like", "ones_like", "new_zeros"):
         return []
+    if name in ("copy_", "zero_", "fill_"):
+        return op.inputs[1:]
     return op.inputs
 
 

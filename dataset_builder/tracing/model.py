@@ -203,13 +203,14 @@ class Linear(nn.Module):
         structure = self.context.structure
         with scope(self.name):
             is_row = self.split == "rows" and structure.tensor
-            late = self.bias is not None and (is_row or (structure.fused and self.name in _BIAS_FUSED_LATER))
+            is_fused_later = structure.fused and not structure.autocast and self.name in _BIAS_FUSED_LATER
+            late = self.bias is not None and (is_row or is_fused_later)
             out = self.matmul(x, None if late else self.bias)
             if is_row and self.context.is_scattered:
                 out = ScatterSequence.apply(out, self.context.sizes["t"], "tensor")  # type: ignore[no-untyped-call]
             elif is_row:
                 out = ReduceFromTensor.apply(out)  # type: ignore[no-untyped-call]
-            return out, self.bias if late else None
+            return out, self.context.to_compute(self.bias) if late and self.bias is not None else None
 
 
 _BIAS_FUSED_LATER = ("fc1", "fc2", "projection", "cross_projection")

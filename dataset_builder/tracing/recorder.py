@@ -28,7 +28,10 @@ FORMAT_OF_DTYPE: dict[torch.dtype, str] = {
     torch.uint64: "int64",
 }  # fmt: skip
 _FORMAT_KEEPING = {f"precision_graph::{name}" for name in ("all_gather", "all_to_all", "permute", "reduce_scatter")}
-_SKIPPED = {"prim::device", "aten::detach", "aten::sym_size", "aten::lift_fresh", "aten::_local_scalar_dense"}
+_SKIPPED = {
+    "prim::device", "aten::detach", "aten::sym_size", "aten::lift_fresh", "aten::_local_scalar_dense",
+    "aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
