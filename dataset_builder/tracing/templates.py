@@ -1,15 +1,15 @@
 """Templates of traced blocks: bound to a job's sizes in microseconds, shipped with the package, traced on a miss.
 
-``templates.zip`` holds one JSON member per block structure, named by the structure's digest. Loading one reads that
-member only. ``python -m dataset_builder.tracing.templates [JOB.yaml ...]`` traces the structures of the shipped presets
-under every precision (and of the given jobs) anew; the file's bytes depend on nothing else.
+``templates.json.gz`` holds one gzip member per block structure (so it unpacks to lines of JSON), and
+``templates.index.json`` says where each is: loading a template reads that member only. The command
+``python -m dataset_builder.tracing.regenerate [JOB.yaml ...]`` makes both anew.
 """
 
 from __future__ import annotations
 
 import functools
+import gzip
 import json
-import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -25,7 +25,8 @@ from dataset_builder.tracing.symbols import Monomial, Polynomial
 if TYPE_CHECKING:
     from dataset_builder.tracing.kernels import Template
 
-_FILE = "templates.zip"
+_FILE = "templates.json.gz"  # one gzip member per template; together they are lines of JSON
+_INDEX = "templates.index.json"
 _PORTS = ("input", "output", "output_gradient", "input_gradient", "weight_gradient")
 
 
@@ -133,28 +134,35 @@ def template(structure: BlockStructure) -> StoredTemplate:
 
 
 @functools.cache
-def _archive() -> zipfile.ZipFile | None:
-    path = resources.files("dataset_builder.tracing").joinpath(_FILE)
-    return zipfile.ZipFile(path.open("rb")) if path.is_file() else None
+def _index() -> dict[str, tuple[int, int]]:
+    """Digest of a structure -> offset and length of its member; empty before the file is first made."""
+    path = resources.files("dataset_builder.tracing").joinpath(_INDEX)
+    return json.loads(path.read_text(encoding="ascii")) if path.is_file() else {}
 
 
 def _shipped(structure: BlockStructure) -> dict[str, Any] | None:
-    archive = _archive()
-    if archive is None:
+    if structure.digest not in _index():
         return None
-    try:
-        data: dict[str, Any] = json.loads(archive.read(structure.digest))
-    except KeyError:
-        return None
+    offset, length = _index()[structure.digest]
+    with resources.files("dataset_builder.tracing").joinpath(_FILE).open("rb") as archive:
+        archive.seek(offset)
+        data: dict[str, Any] = json.loads(gzip.decompress(archive.read(length)))
     return data if data["key"] == structure.key else None
 
 
-def write_archive(structures: Iterable[BlockStructure], path: Path) -> int:
-    """Traces every structure and writes the archive, byte for byte the same for the same structures and torch."""
-    members = {s.digest: json.dumps(trace_structure(s), separators=(",", ":")) for s in structures}
-    partial = path.with_suffix(".partial")
-    with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        for digest, text in sorted(members.items()):
-            archive.writestr(zipfile.ZipInfo(digest, (1980, 1, 1, 0, 0, 0)), text, zipfile.ZIP_DEFLATED, 9)
-    partial.replace(path)
-    return len(members)
+def write_archive(structures: Iterable[BlockStructure], folder: Path) -> int:
+    """Traces every structure and writes file and index: byte for byte the same for the same structures and torch."""
+    traced = {s.digest: json.dumps(trace_structure(s), separators=(",", ":")) for s in set(structures)}
+    index: dict[str, tuple[int, int]] = {}
+    parts = []
+    offset = 0
+    for digest, text in sorted(traced.items()):
+        member = gzip.compress(text.encode() + b"\n", compresslevel=9, mtime=0)
+        index[digest] = (offset, len(member))
+        offset += len(member)
+        parts.append(member)
+    for name, content in ((_FILE, b"".join(parts)), (_INDEX, json.dumps(index, separators=(",", ":")).encode())):
+        partial = folder / f"{name}.partial"
+        partial.write_bytes(content)
+        partial.replace(folder / name)
+    return len(traced)

@@ -310,7 +310,8 @@ class _GraphBuilder:
         last = len(stages) - 1
         is_two_stacks = self.job.model.architecture == "encoder_decoder"
         final = self.job.model.encoder_layers == 0 or is_two_stacks
-        embedding = bind(template(self.blocks.embedding), self.blocks.sizes[not is_two_stacks and final], "embedding", groups)
+        first_sizes = self.blocks.sizes[final and not is_two_stacks]
+        embedding = bind(template(self.blocks.embedding), first_sizes, "embedding", groups)
         head = bind(template(self.blocks.head), self.blocks.sizes[final], "head", groups)
         layers = [
             (bind(template(structure), self.blocks.sizes[is_decoder], _prefix(is_decoder, number), groups), counts)
@@ -490,7 +491,7 @@ class _GraphBuilder:
                 "all_gather", f"{name}.parameters", "backward", elements, gather, "data", group, "microbatch", repeats
             )
             scatter = self._node(
-                "reduce_scatter", f"{name}.gradients", "backward", elements, reduce, "data", group, "microbatch", repeats
+                "reduce_scatter", f"{name}.grads", "backward", elements, reduce, "data", group, "microbatch", repeats
             )
             for i in block.ports["input"] or (0,):
                 self.edges[forward, start + i] = "communication"
@@ -561,7 +562,9 @@ class _GraphBuilder:
         elements = embedding[0].totals["vocabulary_parameters"]
         repeats = [float(stage in (0, stages - 1)) for stage in range(stages)]
         fmt = self.job.precision.grad_reduce or "fp32"
-        node = self._node("all_reduce", "embedding.tied", "backward", elements, fmt, "pipeline", 2, "iteration", repeats)
+        node = self._node(
+            "all_reduce", "embedding.tied", "backward", elements, fmt, "pipeline", 2, "iteration", repeats
+        )
         for block, start in (embedding, head):
             self.edges |= {(start + i, node): "communication" for i in block.ports["weight_gradient"]}
 
