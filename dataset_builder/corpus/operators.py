@@ -4,7 +4,8 @@ In: a row of ``ops.parquet`` (microseconds, bytes). Out: an :class:`OpNode` afte
 ``tracing/graph.py``, so that a measured kernel and a traced one look alike to the network. Two conventions of the
 sources need care. A backward row of a matrix product is the data gradient and the weight gradient together: one node
 ``linear_backward`` (or ``bmm_backward``) of the forward shape with twice its FLOPs. Low-precision products whose
-time includes quantising the activation are ``gemm+quantize``; with a given scale they are ``gemm``.
+time includes quantising the activation are ``gemm+quantize``; with a given scale they are ``gemm``. Names of fp8
+products end in the recipe, as in ``gemm.fp8_blockwise``.
 """
 
 from __future__ import annotations
@@ -182,8 +183,6 @@ def _node(
     work: _Work,
     *,
     output: str | None = None,
-    accumulate: str = "fp32",
-    module: str = "",
     phase: Phase | None = None,
 ) -> OpNode:
     if min(shape) < 0 or max(work.flops, work.read + work.written) <= 0:
@@ -191,8 +190,8 @@ def _node(
     if row.text("op_detail") in _EAGER_CHAINS:
         op, work = f"{op}_unfused", replace(work, launches=work.launches + 4)
     return OpNode(
-        kind=kind, op=op, module=module, phase=phase or row.phase, shape=shape, input_dtype=row.dtype,
-        output_dtype=output or row.dtype_out, accumulate_dtype=accumulate, axis=None, group_size=1, per="microbatch",
+        kind=kind, op=op, module="", phase=phase or row.phase, shape=shape, input_dtype=row.dtype,
+        output_dtype=output or row.dtype_out, accumulate_dtype="fp32", axis=None, group_size=1, per="microbatch",
         flops=work.flops, bytes_read=work.read, bytes_written=work.written, message_bytes=0.0, launches=work.launches,
     )  # fmt: skip
 
@@ -215,22 +214,23 @@ def _product(row: OperatorRow) -> OpNode:
         read, written = (2 * result + first + second) * source, (first + second) * out
         return _node(row, "gemm", name, shape, _Work(_WORK_PER_BACKWARD * flops, read, written, 2.0))
     work = _Work(flops, (first + second) * source, result * out)
+    recipe = _recipe(row)
     if "activation quantisation included" not in row.notes or "static" in row.notes:
-        return _node(row, "gemm", "gemm", shape, work, module=_scaling(row))
+        return _node(row, "gemm", f"gemm{recipe}", shape, work)
     quantised = _Work(flops, work.read + first * (2.0 + source), work.written + first * source, 2.0)
-    return _node(row, "gemm", "gemm+quantize", shape, quantised, module=_scaling(row))
+    return _node(row, "gemm", f"gemm+quantize{recipe}", shape, quantised)
 
 
-def _scaling(row: OperatorRow) -> str:
-    """How an 8- or 4-bit product is scaled, as the job's ``linear`` field names it; empty for wider formats."""
+def _recipe(row: OperatorRow) -> str:
+    """How an fp8 product is scaled, as a suffix in the words of the job's ``linear`` field; else empty."""
     if not row.dtype.startswith("fp8"):
-        return row.dtype if row.dtype in ("mxfp8", "nvfp4") else ""
+        return ""
     words = f"{row.notes} {row.text('op_detail')}".lower()
     if "block" in words or "1x128" in words or "128x128" in words:
-        return "fp8_blockwise"
-    if "per-token" in words or "row" in words or "per_token" in words:
-        return "fp8_rowwise"
-    return "fp8_delayed" if "static" in words else "fp8_tensorwise"
+        return ".fp8_blockwise"
+    if "per-token" in words or "rowwise" in words or "per_token" in words:
+        return ".fp8_rowwise"
+    return ".fp8_delayed" if "static" in words else ".fp8_tensorwise"
 
 
 def _expert_mlp(row: OperatorRow) -> OpNode:
@@ -248,7 +248,7 @@ def _expert_mlp(row: OperatorRow) -> OpNode:
     factor = _WORK_PER_BACKWARD if row.is_backward else 1.0
     work = _Work(factor * flops, factor * (weights + rows * hidden * 2.0), factor * rows * hidden * 2.0, 4.0 * factor)
     shape = (experts, math.ceil(rows / experts), width, hidden)
-    return _node(row, "grouped_gemm", "moe_mlp", shape, work, module=_scaling(row))
+    return _node(row, "grouped_gemm", f"moe_mlp{_recipe(row)}", shape, work)
 
 
 def _grouped(row: OperatorRow) -> OpNode:
@@ -334,8 +334,7 @@ def _pointwise(row: OperatorRow) -> OpNode:
         read, written = (inputs + 1) * source, inputs * out
     name = row.text("op_detail") if op == "elementwise" and row.text("op_detail").isidentifier() else op
     work = _Work(float(elements), read, written)
-    return _node(row, "elementwise", name + ("_backward" if row.is_backward else ""), (elements,), work,
-                 accumulate=row.dtype_out)  # fmt: skip
+    return _node(row, "elementwise", name + ("_backward" if row.is_backward else ""), (elements,), work)  # fmt: skip
 
 
 def _inputs(row: OperatorRow, op: str) -> int:
@@ -375,7 +374,7 @@ def _embedding(row: OperatorRow) -> OpNode:
     if row.is_backward and "l" in row.sizes:  # the gradient of the whole table is cleared first
         written += _VOCABULARY // row.sizes.get("mp", 1) * columns * _bytes(row.dtype)
     op = "embedding_backward" if row.is_backward else "embedding"
-    return _node(row, "embedding", op, (tokens, columns), _Work(0.0, moved, written), accumulate=row.dtype_out)
+    return _node(row, "embedding", op, (tokens, columns), _Work(0.0, moved, written))
 
 
 def _cross_entropy(row: OperatorRow) -> OpNode:
@@ -405,7 +404,7 @@ def _quantize(row: OperatorRow) -> OpNode:
         return _node(row, "reduction", "amax", (elements,), _Work(float(elements), source, 4.0), output="fp32")
     out = row.dtype_out
     work = _Work(2.0 * elements, source, elements * _bytes(out))
-    return _node(row, "quantize", "quantize", (elements,), work, output=out, accumulate=out)
+    return _node(row, "quantize", "quantize", (elements,), work, output=out)
 
 
 def _adam(row: OperatorRow) -> OpNode:

@@ -6,6 +6,7 @@ round trip exactly.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dataset_builder.corpus.measurements import OpMeasurement, RunMeasurement
+from dataset_builder.corpus.measurements import OpMeasurement, RunMeasurement, collector_paused
 from dataset_builder.job.hardware import DeviceSpec, LinkSpec
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.graph import Edge, OpNode, StageFacts, TrainingGraph
@@ -159,23 +160,34 @@ def op_table(operators: Sequence[OpMeasurement]) -> pa.Table:
 
 def stored_operators(table: pa.Table, devices: dict[str, DeviceSpec]) -> list[OpMeasurement]:
     """The operators of :func:`op_table`; ``devices`` maps the table's GPU names to their specifications."""
-    columns = {name: table[name].to_pylist() for name in table.column_names}
+    columns = {name: _python_values(table[name]) for name in table.column_names}
     links = {text: LinkSpec.model_validate_json(text) for text in set(columns["group_link"]) if text is not None}
-    node_columns = [columns[name] for name in NODE_FIELDS]
-    own_columns = [columns[name] for name in _OP_TYPES]
+    places: dict[tuple[Any, ...], AxisGroup] = {}
     operators = []
-    for row in range(table.num_rows):
-        fields = [column[row] for column in node_columns]
-        fields[NODE_FIELDS.index("shape")] = tuple(fields[NODE_FIELDS.index("shape")])
-        op_id, source_id, gpu, latency_s, op_group, includes_launch = (column[row] for column in own_columns)
-        link = columns["group_link"][row]
-        group = (
-            AxisGroup(columns["group_ranks"][row], links[link], columns["group_nodes"][row])
-            if link is not None
-            else None
-        )
-        node = OpNode(*fields)
-        operators.append(
-            OpMeasurement(op_id, source_id, gpu, node, devices[gpu], group, latency_s, op_group, includes_launch)
-        )
+    with collector_paused():
+        place_of = zip(*(columns[name] for name in _GROUP_TYPES), strict=True)
+        nodes = map(OpNode, *(columns[name] for name in NODE_FIELDS))
+        for own, place, node in zip(zip(*(columns[name] for name in _OP_TYPES), strict=True), place_of, nodes,
+                                    strict=True):  # fmt: skip
+            if place[2] is None:
+                group = None
+            else:
+                group = places.setdefault(place, AxisGroup(int(place[0]), links[place[2]], int(place[1])))
+            op_id, source_id, gpu, latency_s, op_group, includes_launch = own
+            operators.append(
+                OpMeasurement(op_id, source_id, gpu, node, devices[gpu], group, latency_s, op_group, includes_launch)
+            )
     return operators
+
+
+def _python_values(column: pa.ChunkedArray) -> list[Any]:
+    """A column as Python values, lists as tuples: faster than ``to_pylist`` for repeated text and lists."""
+    values = column.combine_chunks()
+    if pa.types.is_dictionary(values.type):
+        words = [*values.dictionary.to_pylist(), None]
+        return [words[index] for index in values.indices.fill_null(len(words) - 1).to_numpy().tolist()]
+    if pa.types.is_list(values.type):
+        flat, ends = values.values.to_numpy().tolist(), values.offsets.to_numpy().tolist()
+        return [tuple(flat[start:stop]) for start, stop in itertools.pairwise(ends)]
+    plain: list[Any] = values.to_pylist()
+    return plain

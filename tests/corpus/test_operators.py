@@ -43,7 +43,10 @@ def test_backward_product_is_both_gradients() -> None:
 
 @pytest.mark.parametrize(
     ("notes", "op"),
-    [("fp8 per-tensor dynamic (activation quantisation included)", "gemm+quantize"), ("fp8 static per-tensor", "gemm")],
+    [
+        ("fp8 per-tensor dynamic (activation quantisation included)", "gemm+quantize.fp8_tensorwise"),
+        ("fp8 static per-tensor", "gemm.fp8_delayed"),
+    ],
 )
 def test_products_that_quantise_their_input_are_named_so(notes: str, op: str) -> None:
     product = node(op="gemm", dtype="fp8_e4m3", m=512.0, n=1024.0, k=256.0, notes=notes)
