@@ -40,6 +40,7 @@ from gnn_predictor.network import Ensemble, NetworkConfig
 SCHEMA_VERSION = 1
 MFU_CONVENTION = "causal attention, no recompute, dense peak of the GEMM format"
 _JOBS_AT_ONCE = 64
+_ROUNDING = 1e-5  # relative: the network adds up in single precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +322,7 @@ def _stages(traced: _TracedJob, times: JobTimes, iteration_s: float) -> tuple[St
         slot = dict(zip(SLOTS, times.slots[index].tolist(), strict=True))
         busy = microbatches * (times.forward_s[index] + times.backward_s[index]) + times.iteration_s[index]
         total = float(busy) + times.overhead_s
+        bubble = iteration_s - total
         stages.append(
             StagePrediction(
                 stage=index,
@@ -330,7 +332,7 @@ def _stages(traced: _TracedJob, times: JobTimes, iteration_s: float) -> tuple[St
                 recompute_s=slot["recompute"],
                 communication_exposed_s=microbatches * (slot["comm_forward"] + slot["comm_backward"])
                 + slot["comm_iteration"],
-                bubble_s=max(0.0, iteration_s - total),
+                bubble_s=bubble if bubble > _ROUNDING * iteration_s else 0.0,
                 optimizer_s=float(times.iteration_s[index]) - slot["comm_iteration"],
                 overhead_s=times.overhead_s,
                 total_s=total,
