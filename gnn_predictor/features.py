@@ -102,7 +102,7 @@ def node_features(node: OpNode, device: DeviceSpec, group: AxisGroup | None, roo
         log(node.launches, 0), log((node.bytes_read + node.bytes_written) / device.l2_bytes, 0),
     ]  # fmt: skip
     sizes = [log(size, 8) for size in (*node.shape[:6], *([0] * 6))[:6]]
-    group_features = [log(group.size, 0), log(group.nodes, 0), log(group.link.bytes_per_s_per_gpu, 24),
+    group_features = [log(group.size, 0), log(group.nodes, 0), log(group.ring_bytes_per_s, 24),
                       log(group.link.latency_s, -12)] if group else [0.0] * 4  # fmt: skip
     return [*one_hot, *op_class, *formats, *work, *sizes, *_tiles(node, device), *group_features]
 

@@ -133,7 +133,7 @@ class _Training:
             + self.settings.spread_weight * spread_loss(error, times.log_spread, weight)
         )
         self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         self.optimizer.step()
         return run_loss.item(), operator_loss.item(), error.detach().abs().mean().item()

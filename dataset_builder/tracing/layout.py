@@ -18,11 +18,23 @@ from dataset_builder.tracing.graph import Axis
 
 @dataclass(frozen=True, slots=True)
 class AxisGroup:
-    """One communication group: its ranks, the nodes it spans at worst, and the slowest link tier that it crosses."""
+    """One communication group: its ranks, the nodes it spans at worst, and the slowest link tier that it crosses.
+
+    ``inner`` is the tier between its ranks of one node, where the group spans several nodes with several ranks each.
+    """
 
     size: int
     link: LinkSpec
     nodes: int
+    inner: LinkSpec | None = None
+
+    @property
+    def ring_bytes_per_s(self) -> float:
+        """Bytes/s a rank of a ring moves: rings run through every rank's own adapter, so k ranks of a node share k."""
+        if self.inner is None or self.nodes <= 1:
+            return self.link.bytes_per_s_per_gpu
+        through_adapters = self.link.bytes_per_s_per_gpu * max(1.0, self.size / self.nodes)
+        return min(through_adapters, self.inner.bytes_per_s_per_gpu)
 
 
 @dataclass(frozen=True)
@@ -232,13 +244,19 @@ def _group(cluster: ClusterSpec, size: int, stride: int) -> AxisGroup:
         raise AssertionError("a resolved cluster has its links")
     intra, inter, per_node = cluster.intra_node, cluster.inter_node, cluster.gpus_per_node
     world = cluster.num_gpus
-    tiers = [(intra, intra.domain_size or per_node)]
+    tiers = [(intra, _used_of_domain(intra.domain_size, world) or per_node)]
     if intra.domain_size and intra.domain_size < per_node:
         tiers.append((_beyond(intra, per_node), per_node))
     tiers.append((inter, inter.domain_size or world))
     tiers.append((_beyond(inter, per_node), world))
     link_crossed = next((tier for tier, domain in tiers if _domains(size, stride, domain, world) == 1), tiers[-1][0])
-    return AxisGroup(size=size, link=link_crossed, nodes=_domains(size, stride, per_node, world))
+    nodes = _domains(size, stride, per_node, world)
+    return AxisGroup(size, link_crossed, nodes, inner=intra if link_crossed is not intra and nodes < size else None)
+
+
+def _used_of_domain(domain: int | None, world: int) -> int | None:
+    """GPUs of a rack that one job uses: jobs of several racks take a power of two of each (64 of an NVL72's 72)."""
+    return 1 << (domain.bit_length() - 1) if domain and domain < world else domain
 
 
 def _hop(cluster: ClusterSpec, stages: int, stride: int) -> AxisGroup:
