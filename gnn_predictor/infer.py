@@ -107,8 +107,11 @@ def _predict(jobs: Sequence[TrainingJob], options: argparse.Namespace) -> list[P
                 from dataset_builder.job.errors import CannotRunError
 
                 raise CannotRunError([f"{reason} (--force predicts anyway)" for reason in missing])
+    import torch
+
     from gnn_predictor.prediction import predict
 
+    torch.set_num_threads(1)  # the graph is small: more threads wait for each other longer than they work
     predictions = []
     for source, job in zip(options.jobs, jobs, strict=True):
         with _named(source):
