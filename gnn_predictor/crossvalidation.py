@@ -6,6 +6,7 @@ in the working directory: an interrupted training continues where it was.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import multiprocessing
@@ -78,7 +79,7 @@ def fit_all(tasks: Sequence[FitTask], shop: Workshop) -> dict[str, list[dict[str
     """Trains what has no result yet; returns every task's losses by epoch."""
     shop.directory.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    todo = [task for task in tasks if not _result_file(shop, task.name).exists()]
+    todo = [task for task in tasks if not _file(task, shop, "weights").exists()]
     if shop.num_workers > 1 and len(todo) > 1:
         _fork_shared["shop"] = shop  # inherited by the forked workers: the corpus is not copied
         context = multiprocessing.get_context("fork")
@@ -87,7 +88,7 @@ def fit_all(tasks: Sequence[FitTask], shop: Workshop) -> dict[str, list[dict[str
     else:
         for task in todo:
             _fit_one(task, shop)
-    return {task.name: json.loads(_history_file(shop, task.name).read_text()) for task in tasks}
+    return {task.name: json.loads(_file(task, shop, "history").read_text()) for task in tasks}
 
 
 _fork_shared: dict[str, Workshop] = {}
@@ -99,7 +100,7 @@ def _fit_in_worker(task: FitTask) -> None:
 
 
 def _fit_one(task: FitTask, shop: Workshop) -> None:
-    history_file = _history_file(shop, task.name)
+    history_file = _file(task, shop, "history")
     history: list[dict[str, float]] = json.loads(history_file.read_text()) if history_file.exists() else []
 
     def report(epoch: int, metrics: dict[str, float]) -> None:
@@ -114,20 +115,19 @@ def _fit_one(task: FitTask, shop: Workshop) -> None:
         task.settings,
         shop.runs.select(np.array(task.runs, dtype=np.int64)),
         shop.operators.select(torch.tensor(task.operators)),
-        state_file=shop.directory / f"{task.name}.state",
+        state_file=_file(task, shop, "state"),
         report=report,
     )
-    partial = _result_file(shop, task.name).with_suffix(".partial")
+    partial = _file(task, shop, "partial")
     torch.save(network.state_dict(), partial)
-    partial.replace(_result_file(shop, task.name))
+    partial.replace(_file(task, shop, "weights"))
 
 
-def _result_file(shop: Workshop, name: str) -> Path:
-    return shop.directory / f"{name}.weights"
-
-
-def _history_file(shop: Workshop, name: str) -> Path:
-    return shop.directory / f"{name}.history.json"
+def _file(task: FitTask, shop: Workshop, suffix: str) -> Path:
+    """A task's file; other settings or rows make another one."""
+    rows = (task.settings, task.runs, task.operators)
+    digest = hashlib.sha256(repr(rows).encode()).hexdigest()[:8]
+    return shop.directory / f"{task.name}.{digest}.{suffix}"
 
 
 def trained(tasks: Sequence[FitTask], shop: Workshop) -> Ensemble:
@@ -135,7 +135,7 @@ def trained(tasks: Sequence[FitTask], shop: Workshop) -> Ensemble:
     members = []
     for task in tasks:
         network = Predictor(shop.config)
-        network.load_state_dict(torch.load(_result_file(shop, task.name), weights_only=True))
+        network.load_state_dict(torch.load(_file(task, shop, "weights"), weights_only=True))
         members.append(network.eval())
     return Ensemble(members).eval()
 

@@ -19,7 +19,6 @@ from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
 
 from dataset_builder.corpus.measurements import OpMeasurement
-from dataset_builder.job.schema import SoftwareStack
 from dataset_builder.tracing.work import roofline_s
 from gnn_predictor.batch import GraphBatch, device_index, pipeline_shape, stage_rows
 from gnn_predictor.features import (
@@ -27,7 +26,7 @@ from gnn_predictor.features import (
     GraphArrays,
     hardware_features,
     node_features,
-    software_features,
+    operator_software_features,
 )
 
 _SHIFTED_BY_NODES = ("edge_index", "entry_node")
@@ -160,11 +159,11 @@ def operator_examples(
     operators: Sequence[OpMeasurement], devices: Sequence[str], num_workload: int
 ) -> OperatorExamples:
     """Features and labels of measured operators."""
-    places: dict[tuple[str, str], int] = {}
+    places: dict[tuple[str, str, bool], int] = {}
     hardware, place, rows, formats, rooflines = [], [], [], [], []
     for op in operators:
         seconds = max(roofline_s(op.node, op.device, op.group), 1e-9)
-        key = (op.device.name, op.source_id)
+        key = (op.device.name, op.source_id, op.includes_launch)
         if key not in places:
             places[key] = len(places)
             hardware.append(hardware_features(op.device, None, None, 1))
@@ -172,7 +171,7 @@ def operator_examples(
         rows.append(np.asarray(node_features(op.node, op.device, op.group, seconds), dtype=np.float32))
         formats.append([FORMATS.index(op.node.input_dtype), FORMATS.index(op.node.output_dtype)])
         rooflines.append(seconds)
-    software = [software_features(SoftwareStack(framework=source), "none") for _, source in places]
+    software = [operator_software_features(source, includes_launch) for _, source, includes_launch in places]
     table = pd.DataFrame(
         {
             "op_id": [op.op_id for op in operators],
@@ -194,7 +193,7 @@ def operator_examples(
         log_seconds=torch.tensor([op.latency_s for op in operators], dtype=torch.float64).log().float(),
         place=torch.tensor(place),
         hardware=torch.tensor(hardware, dtype=torch.float32),
-        device=torch.tensor([device_index(name, devices) for name, _ in places]),
+        device=torch.tensor([device_index(name, devices) for name, _, _ in places]),
         software=torch.tensor(software, dtype=torch.float32),
         workload=torch.zeros(len(places), num_workload),  # the first column, 0, says: an operator on its own,
     )

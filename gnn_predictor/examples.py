@@ -45,10 +45,9 @@ def load_examples(corpus: Corpus, max_runs: int | None, max_operators: int | Non
         graphs.append(featurize(job, graph, layout))
         keys = {"run_id": run.run_id, "source_id": run.source_id, "job_group": run.job_group, "job_key": job_key(job)}
         reference.append(reference_row(keys, analytic_features(job, graph, layout), run.iter_time_s))
-    devices = tuple(sorted({graph.device_name for graph in graphs}))
-    operators = operator_examples(
-        _evenly(corpus.operators, max_operators), devices, num_workload=graphs[0].workload.shape[1]
-    )
+    chosen = _evenly(corpus.operators, max_operators)
+    devices = tuple(sorted({graph.device_name for graph in graphs} | {op.device.name for op in chosen}))
+    operators = operator_examples(chosen, devices, num_workload=graphs[0].workload.shape[1])
     return Examples(
         RunExamples(run_table(measurements), tuple(graphs)),
         tuple(measurements),

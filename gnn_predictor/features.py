@@ -43,7 +43,11 @@ _RECIPES = ("delayed", "current", "tensorwise", "rowwise", "blockwise")
 _OP_CLASSES = ("rms", "layer_norm", "rope", "swiglu", "gelu", "dropout", "residual", "softmax", "moe", "linear", "bmm",
                "quantize", "norm", "clip")  # fmt: skip
 FRAMEWORKS = ("megatron-lm", "megatron-deepspeed", "nemo", "megatron-bridge", "llm-foundry", "pytorch", "tensorflow",
-              "jax", "internevo", "deepspeed", "mxnet", "paddle", "neusight")  # fmt: skip
+              "jax", "internevo", "deepspeed", "paddle", "mlperf")  # fmt: skip
+# Each operator table has its own way of measuring (warm caches, launch included, a library's kernels).
+OPERATOR_SOURCES = ("aiconfigurator", "aiter-tuned", "cudnn-frontend", "deepbench", "estimate-train-time",
+                    "liger-kernel", "llmservingsim", "nccl-tests-public", "neusight", "published-tables", "vidur",
+                    "xla-perf-tables")  # fmt: skip
 ARCHITECTURES = ("decoder", "encoder", "encoder_decoder")
 OPTIMIZERS = ("adam", "adamw", "sgd", "lion", "adafactor", "muon", "lamb", "none")
 SHARDINGS = ("none", "zero1", "zero2", "zero3", "hsdp")
@@ -144,15 +148,23 @@ def hardware_features(
     return [*peaks, *has, *memory, *links]
 
 
+def operator_software_features(source_id: str, includes_launch: bool) -> list[float]:
+    """How an operator was measured, in the columns of :func:`software_features`; its software is unknown."""
+    blank = software_features(SoftwareStack(), optimizer="")
+    measured = [float(source_id == name) for name in OPERATOR_SOURCES]
+    return [*measured, float(includes_launch), *blank[len(measured) + 1 :]]
+
+
 def software_features(software: SoftwareStack, optimizer: str) -> list[float]:
     """Software choices; an unknown one is all zeros, which is also what dropout in training makes of it."""
+    measured = [0.0] * (len(OPERATOR_SOURCES) + 1)
     framework = [float(software.framework == name) for name in FRAMEWORKS]
     year = [1.0, (int(software.date[:4]) + int(software.date[5:7] or 1) / 12 - 2022.5) / 2] if software.date else [0, 0]
     switches: list[float] = []
     for value in (software.compile, software.fused_kernels, software.cuda_graphs, software.deterministic):
         switches += [0.0, 0.0] if value is None else [float(value), float(not value)]
     attention = [float(software.attention == name) for name in ("flash", "unfused")]
-    return [*framework, *year, *switches, *attention, *(float(optimizer == name) for name in OPTIMIZERS)]
+    return [*measured, *framework, *year, *switches, *attention, *(float(optimizer == name) for name in OPTIMIZERS)]
 
 
 def workload_features(job: TrainingJob, layout: RankLayout, nodes: Sequence[_Located], total_s: float) -> list[float]:
@@ -280,8 +292,8 @@ def _row(values: Sequence[float]) -> FloatArray:
 def _feature_hash() -> str:
     """Identifies the meaning of every input column; a checkpoint of another meaning is refused."""
     names = (KINDS, PHASES, AXES, EDGE_KINDS, SLOTS, _FORMAT_PROPERTIES, _RECIPES, _OP_CLASSES,
-             FRAMEWORKS, ARCHITECTURES, OPTIMIZERS, SHARDINGS, DEVICE_FORMATS, sorted(BYTES_PER_ELEMENT),
-             [f.name for f in fields(GraphArrays)])  # fmt: skip
+             FRAMEWORKS, OPERATOR_SOURCES, ARCHITECTURES, OPTIMIZERS, SHARDINGS, DEVICE_FORMATS,
+             sorted(BYTES_PER_ELEMENT), [f.name for f in fields(GraphArrays)])  # fmt: skip
     return hashlib.sha256(repr(names).encode()).hexdigest()[:16]
 
 

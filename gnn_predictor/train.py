@@ -10,8 +10,10 @@ Interrupted, the same command continues; the result does not depend on the inter
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,13 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dataset_builder.corpus import splits
-from gnn_predictor.baselines import held_out_predictions, write_reference
+from dataset_builder.corpus.build import open_corpus
+from gnn_predictor.baselines import fitted_predictions, write_reference
 from gnn_predictor.card import model_card
 from gnn_predictor.checkpoint import Checkpoint, CheckpointConfig, Interval, save_checkpoint
 from gnn_predictor.crossvalidation import (
     FitTask,
+    Floats,
     Workshop,
     conformal_factor,
     fit_all,
@@ -79,9 +83,10 @@ class Settings(BaseModel):
 
 def run_training(settings: Settings) -> Path:
     """Trains, evaluates and writes the checkpoint; returns its directory."""
-    examples = load_examples(Path(settings.corpus), settings.max_runs, settings.max_operators)
+    examples = load_examples(open_corpus(settings.corpus), settings.max_runs, settings.max_operators)
     config = network_config(examples, settings.network)
-    shop = Workshop(config, examples.runs, examples.operators, Path(settings.work), settings.workers)
+    directory = Path(settings.work) / _identity(config, examples)
+    shop = Workshop(config, examples.runs, examples.operators, directory, settings.workers)
     with Tracker(settings.tracking, name=settings.name, config=settings.model_dump(mode="json")) as tracker:
         tracker.log_dataset(Path(settings.corpus), {"hash": examples.corpus_hash, "runs": len(examples.runs)})
         everything = np.arange(len(examples.runs))
@@ -97,14 +102,14 @@ def run_training(settings: Settings) -> Path:
             for split in each
         }
         histories = fit_all([task for each in tasks.values() for task in each] + final, shop)
-        for name, history in histories.items():
-            for epoch, losses in enumerate(history):
-                tracker.log({f"{name}/{key}": value for key, value in losses.items()}, step=epoch)
+        for epoch in range(settings.fit.epochs):
+            losses = {f"{task}/{key}": value for task, each in histories.items() for key, value in each[epoch].items()}
+            tracker.log(losses, step=epoch)
         metrics: dict[str, Any] = {}
         held_out: dict[str, pd.DataFrame] = {}
         for name, each in protocols.items():
             held_out[name] = pd.concat([predicted_split(split, tasks[split.name], shop) for split in each])
-            metrics[name] = protocol_metrics(held_out[name], examples)
+            metrics[name] = protocol_metrics(held_out[name], each, examples)
             tracker.log_predictions(held_out[name], name)
         if "P1" in protocols:
             metrics["operators"] = unseen_operator_metrics(protocols["P1"], tasks, shop)
@@ -122,9 +127,15 @@ def run_training(settings: Settings) -> Path:
             metrics,
         )
         path = save_checkpoint(settings.output, checkpoint, model_card(checkpoint))
-        write_reference(examples.reference, path)
+        write_reference(list(examples.reference), path)
         tracker.log_checkpoint(path, {"corpus": examples.corpus_hash})
     return path
+
+
+def _identity(config: NetworkConfig, examples: Examples) -> str:
+    """Names the working directory, so that a continued training never mixes networks, features or corpora."""
+    parts = (asdict(config), FEATURE_HASH, examples.corpus_hash, len(examples.runs), len(examples.operators))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
 def network_config(examples: Examples, chosen: dict[str, Any]) -> NetworkConfig:
@@ -159,11 +170,11 @@ def predicted_split(split: splits.Split, tasks: list[FitTask], shop: Workshop) -
     return pd.concat([test.table, predicted], axis=1).assign(split=split.name)
 
 
-def protocol_metrics(held_out: pd.DataFrame, examples: Examples) -> dict[str, Any]:
+def protocol_metrics(held_out: pd.DataFrame, each: Sequence[splits.Split], examples: Examples) -> dict[str, Any]:
     """The figures of a protocol, with every baseline fitted and tested on the same rows."""
     table = held_out.rename(columns={"predicted_s": "predicted_iter_time_s"}).reset_index(drop=True)
-    log_error = np.log(table["predicted_iter_time_s"] / table["iter_time_s"]).to_numpy()
-    spread = table["spread"].to_numpy()
+    log_error = _log_error(table["predicted_iter_time_s"], table["iter_time_s"])
+    spread = table["spread"].to_numpy(float)
     factor = np.empty(len(table))
     for name in table["split"].unique():  # a split's interval is calibrated on the other splits
         inside = (table["split"] == name).to_numpy()
@@ -172,17 +183,16 @@ def protocol_metrics(held_out: pd.DataFrame, examples: Examples) -> dict[str, An
     table["predicted_low_s"] = table["predicted_iter_time_s"] * np.exp(-factor * spread)
     table["predicted_high_s"] = table["predicted_iter_time_s"] * np.exp(factor * spread)
     table = table.assign(status="ok", in_domain=True, predicted_peak_mem_gb=np.nan)
-    return evaluation_metrics(table.join(baselines_of(table, examples)))
+    return evaluation_metrics(table.join(baselines_of(table, examples, {split.name: split.train for split in each})))
 
 
-def baselines_of(table: pd.DataFrame, examples: Examples) -> pd.DataFrame:
+def baselines_of(table: pd.DataFrame, examples: Examples, train_rows: Mapping[str, Sequence[int]]) -> pd.DataFrame:
     """B0-B2 for every held-out row, fitted on the rows its split was trained on."""
     reference = pd.DataFrame(examples.reference)
     parts = []
-    for _, rows in table.groupby("split"):
+    for name, rows in table.groupby("split"):
         own = reference.set_index("run_id").loc[rows["run_id"]].reset_index().set_index(rows.index)
-        train = reference[~reference["run_id"].isin(rows["run_id"])]
-        parts.append(held_out_predictions(train, own))
+        parts.append(fitted_predictions(reference.iloc[list(train_rows[str(name)])], own))
     predicted = pd.concat(parts).loc[table.index]
     return predicted.rename(columns=lambda name: f"baseline_{name}_s")
 
@@ -204,9 +214,14 @@ def interval_of(held_out: pd.DataFrame | None) -> Interval:
     """The interval that covers 90% of unseen jobs, in units of the spread that the network expects."""
     if held_out is None:
         return Interval()
-    log_error = np.log(held_out["predicted_s"] / held_out["iter_time_s"]).to_numpy()
-    factor = conformal_factor(log_error, held_out["spread"].to_numpy(), Interval().level)
+    log_error = _log_error(held_out["predicted_s"], held_out["iter_time_s"])
+    factor = conformal_factor(log_error, held_out["spread"].to_numpy(float), Interval().level)
     return Interval(low=factor, high=factor)
+
+
+def _log_error(predicted: pd.Series[float], measured: pd.Series[float]) -> Floats:
+    errors: Floats = np.log(predicted.to_numpy(float) / measured.to_numpy(float))
+    return errors
 
 
 @hydra.main(version_base="1.3", config_path=CONFIGURATION, config_name="train")
