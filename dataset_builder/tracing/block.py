@@ -33,10 +33,11 @@ class Recording:
 
 
 @contextlib.contextmanager
-def fake_training() -> Iterator[None]:
+def fake_training(fake: bool = True) -> Iterator[None]:
     """Fake tensors and a single-threaded autograd engine, so that backward operators run under our modes."""
     define_operators()
-    with torch.autograd.set_multithreading_enabled(False), FakeTensorMode(allow_non_fake_inputs=True):
+    tensors = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
+    with torch.autograd.set_multithreading_enabled(False), tensors:
         yield
 
 
@@ -92,10 +93,10 @@ def _prepare_gradients(block: nn.Module, context: BlockContext) -> set[int]:
     return buffers
 
 
-def record_block(structure: BlockStructure, sizes: Mapping[str, int]) -> Recording:
-    """Traces an embedding, layer or head at the given sizes."""
+def record_block(structure: BlockStructure, sizes: Mapping[str, int], fake: bool = True) -> Recording:
+    """Traces an embedding, layer or head at the given sizes; ``fake`` off really computes it, on the CPU."""
     recorder = Recorder()
-    with fake_training(), cuda_autocast_on_cpu() as rules:
+    with fake_training(fake), cuda_autocast_on_cpu() as rules:
         context = BlockContext(structure, sizes, rules, recorder)
         recording, run = _build(context)
         cast = (

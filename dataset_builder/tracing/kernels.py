@@ -242,7 +242,8 @@ class _Reducer:
             axis = op.attributes["axis"]
             message = self.bytes_of(max((*op.inputs[:1], *op.outputs[:1]), key=_size))
         if group.kind in ("gemm", "grouped_gemm", "attention"):
-            input_dtype = op.attributes.get("input_format") or input_dtype
+            operand = next(ref for ref in op.inputs if len(ref.shape) >= 2)
+            input_dtype = op.attributes.get("input_format") or operand.fmt
             if input_dtype == "fp32" and self._runs_tf32(op):
                 input_dtype = "tf32"
         launches = 3.0 if op.name.endswith("attention_backward") else 1.0
@@ -285,10 +286,12 @@ class _Reducer:
             table = max((ref for ref in tensors if len(ref.shape) >= 2), key=_size)
             return (self.elements(self._tokens(group)), dims(table.shape[-1])), constant(0.0)
         if group.kind in _ROWWISE and largest.shape:
+            matrices = [ref for ref in tensors if len(ref.shape) >= 2] or [largest]
+            widest = max(matrices, key=lambda ref: (ref.shape[-1], _size(ref)))
             rows = constant(1.0)
-            for size in largest.shape[:-1]:
+            for size in widest.shape[:-1]:
                 rows = rows * dims(size)
-            return (rows, dims(largest.shape[-1])), flops
+            return (rows, dims(widest.shape[-1])), flops
         return (self.elements(largest),), flops
 
     def _tokens(self, group: _Group) -> TensorRef:
@@ -415,14 +418,16 @@ def _reads(op: RawOp) -> list[TensorRef]:
 
 
 def _touch(refs: dict[int, list[TensorRef]], ref: TensorRef) -> None:
-    """Adds a tensor to what a kernel reads or writes: parts of one storage count once each, and not beside the whole."""
-    parts = {part.offset: part for part in refs.get(ref.storage, [])}
-    if ref.offset not in parts or math.prod(parts[ref.offset].shape) < math.prod(ref.shape):
-        parts[ref.offset] = ref
-    if sum(math.prod(part.shape) for part in parts.values()) > ref.capacity:  # they overlap
-        largest = max(parts.values(), key=_size)
-        parts = {largest.offset: largest}
-    refs[ref.storage] = list(parts.values())
+    """Adds a tensor to what a kernel reads or writes: columns of one storage count once each, not beside the whole."""
+    parts = refs.setdefault(ref.storage, [])
+    if any(_covers(part, ref) for part in parts):
+        return
+    parts[:] = [part for part in parts if not _covers(ref, part)] + [ref]
+
+
+def _covers(whole: TensorRef, part: TensorRef) -> bool:
+    is_larger = math.prod(part.shape) <= math.prod(whole.shape)
+    return whole.start <= part.start and part.stop <= whole.stop and is_larger
 
 
 def _flat(refs: dict[int, list[TensorRef]]) -> list[TensorRef]:

@@ -79,8 +79,8 @@ class TensorRef:
     storage: int
     shape: tuple[int, ...]
     fmt: str
-    offset: int = 0
-    capacity: int = 0  # elements of the whole storage
+    start: int = 0  # first and last + 1 column of the storage's rows that the tensor reaches
+    stop: int = 0
 
 
 @dataclass(slots=True)
@@ -104,6 +104,7 @@ class Recorder(TorchDispatchMode):
         self.phase: Phase = "forward"
         self.formats: dict[int, str] = {}  # storage -> format, where the torch dtype only stands in for it
         self._kept: list[Any] = []  # storages, so that their ids are not used again (tensors would change autograd)
+        self._rows: dict[int, int] = {}  # storage -> columns of the tensor it was made for
         self._scope_of_node: dict[int, Scope] = {}
         self._last_scope = Scope()
 
@@ -122,8 +123,10 @@ class Recorder(TorchDispatchMode):
             1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         )
         fmt = self.formats.get(storage._cdata, FORMAT_OF_DTYPE[tensor.dtype])
-        capacity = storage.nbytes() // tensor.element_size()
-        return TensorRef(storage._cdata, shape, fmt, tensor.storage_offset(), capacity)
+        row = self._rows.setdefault(storage._cdata, tensor.shape[-1] if tensor.dim() else 1)
+        start = tensor.storage_offset() % max(row, 1)
+        within = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride < row)
+        return TensorRef(storage._cdata, shape, fmt, start, start + sum(within) + 1)
 
     def _place(self) -> Scope:
         node = torch._C._current_autograd_node()

@@ -33,6 +33,7 @@ class BlockStructure:
     qkv_bias: bool = True
     position_embedding: str = "none"
     causal: bool = True
+    grouped_queries: bool = False  # the unfused path copies keys and values to every query head of a group
     windowed: bool = False
     qk_norm: Literal["none", "head", "projection"] = "none"
     post_norm: bool = False

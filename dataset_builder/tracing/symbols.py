@@ -81,9 +81,10 @@ SIZES.update(_sums())
 _NAME_OF_PRIME = {size.prime: name for name, size in SIZES.items()}
 
 
-def traced_sizes() -> dict[str, int]:
-    """The value of every name while tracing."""
-    return {name: size.prime * size.scale for name, size in SIZES.items()}
+def traced_sizes(one_head_per_group: bool = False) -> dict[str, int]:
+    """The value of every name while tracing; a structure without query groups is traced with one head in each."""
+    sizes = {name: size.prime * size.scale for name, size in SIZES.items()}
+    return sizes | ({"r": 1, "u": 3} if one_head_per_group else {})
 
 
 @dataclass
@@ -141,14 +142,11 @@ def factor(number: int) -> Polynomial:
                 rest //= prime
                 coefficient /= SIZES[name].scale
                 exponents[name] = exponents.get(name, 0) + 1
-        if rest > 1:  # only powers of two and a few small counts are left of a product of names
-            small = rest
-            for prime in (2, 3, 5):
-                while small % prime == 0:
-                    small //= prime
-            if small != 1:
-                raise ValueError(f"dimension {number} is not a product of named sizes (left over: {rest})")
-        _FACTORED[number] = (tuple(sorted(exponents.items())), coefficient * rest)
+        coefficient *= rest
+        # A sum of names can only pass for a product by accident; its coefficient then is no plain fraction.
+        if coefficient not in (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0):
+            raise ValueError(f"dimension {number} is not a product of named sizes (coefficient {coefficient:g})")
+        _FACTORED[number] = (tuple(sorted(exponents.items())), coefficient)
     monomial, coefficient = _FACTORED[number]
     return Polynomial({monomial: coefficient})
 

@@ -123,7 +123,8 @@ def trace_structure(structure: BlockStructure) -> dict[str, Any]:
     from dataset_builder.tracing.symbols import factor, traced_sizes
 
     record = record_optimizer if structure.block == "optimizer" else record_block
-    return to_json(reduce_recording(record(structure, traced_sizes()), factor))
+    sizes = traced_sizes(structure.kernel == "unfused" and not structure.grouped_queries)
+    return to_json(reduce_recording(record(structure, sizes), factor))
 
 
 @functools.cache

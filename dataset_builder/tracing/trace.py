@@ -154,6 +154,8 @@ def _layer_structure(job: TrainingJob, shared: BlockStructure, kind: tuple[objec
     names |= {*_CROSS_LINEARS} if cross else set()
     has_shared = model.moe is not None and model.moe.shared_width > 0
     names |= {*_FEED_FORWARD_LINEARS} if dense else {n for n in _EXPERT_LINEARS if has_shared or "shared" not in n}
+    # an additive relative bias has no flash kernel
+    kernel = "unfused" if positions == "relative" else job.software.attention or "flash"
     is_gated = model.is_gated
     names -= {"q", "k", "v", "gate", "up", "shared_gate", "shared_up"} if shared.fused else {"qkv"}
     if not shared.fused:
@@ -178,9 +180,16 @@ def _layer_structure(job: TrainingJob, shared: BlockStructure, kind: tuple[objec
         expert_tensor=not dense and plan.expert_tensor > 1,
         attention_format=policy.attention or "fp32",
         linears=tuple((name, fmt) for name, fmt in linears if name in names),  # type: ignore[attr-defined]
-        kernel=job.software.attention or "flash",
+        grouped_queries=kernel == "unfused" and attention == "multi_head" and _heads_per_group(job) > 1,
+        kernel=kernel,
         recompute=recompute,  # type: ignore[arg-type]
     )
+
+
+def _heads_per_group(job: TrainingJob) -> float:
+    """Query heads per key-value head on a rank; below one group a rank the ranks keep copies of it."""
+    groups = max(1.0, job.model.num_query_groups / job.parallel.tensor)
+    return job.model.num_attention_heads / job.parallel.tensor / groups
 
 
 def _embedding_structure(job: TrainingJob, shared: BlockStructure) -> BlockStructure:
@@ -232,7 +241,7 @@ def block_sizes(job: TrainingJob, layout: RankLayout, is_decoder: bool) -> dict[
         length = batch.target_seq_length or batch.seq_length
     positions = length / context
     groups = max(1.0, model.num_query_groups / tensor)
-    per_group = model.num_attention_heads / tensor / groups
+    per_group = _heads_per_group(job)
     sizes = {
         "b": batch.micro_batch_size, "s": positions, "z": positions / tensor, "t": tensor, "c": context,
         "m": batch.seq_length / context, "o": batch.seq_length / context / tensor,

@@ -1,0 +1,236 @@
+"""Graphs of whole jobs: what they hold, how they scale, and that nothing is allocated for it."""
+
+import functools
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataset_builder.job.model import num_parameters
+from dataset_builder.job.presets import preset_names
+from dataset_builder.job.schema import TrainingJob
+from dataset_builder.tracing.graph import COLLECTIVES, KINDS
+from dataset_builder.tracing.trace import build_graph
+
+BASE = {
+    "model": {"preset": "llama3-8b"},
+    "batch": {"seq_length": 2048, "micro_batch_size": 1, "global_batch_size": 64},
+    "cluster": {"gpu": "H100-SXM5-80GB", "num_nodes": 8, "gpus_per_node": 8},
+    "software": {"framework": "megatron-core"},
+}
+
+
+def graph(**changes):
+    return build_graph(TrainingJob.parse({**BASE, **changes}))
+
+
+def total(found, what, *kinds, stage=0):
+    counts = found.repeats[stage]
+    return sum(getattr(n, what) * c for n, c in zip(found.nodes, counts, strict=True) if n.kind in kinds)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_traced_parameters_are_the_models(name):
+    one_gpu = {"gpu": "H100-SXM5-80GB", "num_nodes": 1, "gpus_per_node": 1}
+    job = TrainingJob.parse({**BASE, "model": {"preset": name}, "cluster": one_gpu}).resolved()
+    (stage,) = build_graph(job).stages
+    assert stage.num_parameters == num_parameters(job.model)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"parallel": {"tensor": 4, "pipeline": 2, "virtual_pipeline": 2, "recompute": "full"}},
+        {"parallel": {"sharding": "zero3"}, "software": {"framework": "torchtitan"}},
+        {"parallel": {"sharding": "hsdp", "shard_size": 8}, "optimizer": "muon"},
+        {"model": {"preset": "mixtral-8x7b"}, "parallel": {"expert": 8}, "precision": "mxfp8"},
+        {"model": {"preset": "t5-large"}, "parallel": {"pipeline": 2}, "precision": "fp16_mixed"},
+        {"model": {"preset": "bert-large"}, "precision": "tf32", "optimizer": "lamb"},
+        {"precision": "fp32", "software": {"fused_kernels": False, "attention": "unfused"}},
+    ],
+    ids=str,
+)
+def test_a_graph_is_sound(changes):
+    found = graph(**changes)
+    assert found.repeats.shape == (len(found.stages), len(found.nodes))
+    assert np.isfinite(found.repeats).all()
+    assert (found.repeats.sum(axis=0) > 0).all()
+    for n in found.nodes:
+        assert n.kind in KINDS
+        amounts = (n.flops, n.bytes_read, n.bytes_written, n.message_bytes, n.launches)
+        assert np.isfinite(amounts).all()
+        assert min(amounts) >= 0
+        assert n.bytes_read + n.bytes_written > 0
+        assert (n.axis is not None) == (n.kind in COLLECTIVES)
+        assert (n.message_bytes > 0) == (n.kind in COLLECTIVES)
+    assert _has_no_cycle(len(found.nodes), found.edges)
+
+
+def _has_no_cycle(size, edges):
+    waiting = Counter(edge.target for edge in edges)
+    ready = [index for index in range(size) if not waiting[index]]
+    done = 0
+    while ready:
+        done += 1
+        index = ready.pop()
+        for edge in edges:
+            if edge.source == index:
+                waiting[edge.target] -= 1
+                if not waiting[edge.target]:
+                    ready.append(edge.target)
+    return done == size
+
+
+@functools.cache
+def layer_collectives(phases, **parallel):
+    found = graph(parallel=dict(parallel), cluster={**BASE["cluster"], "num_nodes": 1})
+    return Counter(
+        (n.kind, n.axis) for n in found.nodes if n.phase in phases and n.axis == "tensor" and "layer" in n.module
+    )
+
+
+def test_messages_of_a_block_under_sequence_parallelism():
+    forward = layer_collectives(("forward",), tensor=4, sequence_parallel=True)
+    backward = layer_collectives(("backward",), tensor=4, sequence_parallel=True)
+    assert forward == {("all_gather", "tensor"): 2, ("reduce_scatter", "tensor"): 2}
+    # the conjugates, and both column-parallel inputs gathered once more for the weight gradients
+    assert backward == {("all_gather", "tensor"): 2 + 2, ("reduce_scatter", "tensor"): 2}
+
+
+def test_messages_of_a_block_under_tensor_parallelism():
+    assert layer_collectives(("forward",), tensor=4, sequence_parallel=False) == {("all_reduce", "tensor"): 2}
+    assert layer_collectives(("backward",), tensor=4, sequence_parallel=False) == {("all_reduce", "tensor"): 2}
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    hidden=st.sampled_from([512, 1024, 4096]),
+    heads=st.sampled_from([8, 16, 32]),
+    length=st.sampled_from([512, 2048]),
+    tensor=st.sampled_from([1, 2, 4]),
+    precision=st.sampled_from(["fp32", "bf16_mixed", "fp8_mixed"]),
+)
+def test_doubling_tensor_parallelism_halves_the_gemms(hidden, heads, length, tensor, precision):
+    model = {"num_layers": 2, "hidden_size": hidden, "num_attention_heads": heads, "vocab_size": 51200}
+    batch = {"seq_length": length, "micro_batch_size": 2, "global_batch_size": 128}
+    one, two = (
+        graph(model=model, batch=batch, precision=precision, parallel={"tensor": t}) for t in (tensor, 2 * tensor)
+    )
+    assert total(two, "flops", "gemm", "attention") == pytest.approx(total(one, "flops", "gemm", "attention") / 2)
+
+
+def test_nodes_do_not_grow_with_layers_microbatches_or_ranks():
+    model = {"hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 50304}
+    small = graph(model={**model, "num_layers": 2})
+    large = graph(
+        model={**model, "num_layers": 200},
+        batch={**BASE["batch"], "global_batch_size": 64000},
+        cluster={**BASE["cluster"], "num_nodes": 80},
+    )
+    assert len(small.nodes) == len(large.nodes)
+    assert total(large, "flops", "attention") == pytest.approx(100 * total(small, "flops", "attention"))
+
+
+def test_stages_share_the_layers_and_the_ends_have_more():
+    found = graph(parallel={"tensor": 8, "pipeline": 8})
+    flops = [total(found, "flops", "gemm", stage=stage) for stage in range(8)]
+    assert flops[7] > flops[1] == pytest.approx(flops[6])
+    assert [stage.has_head for stage in found.stages] == [False] * 7 + [True]
+    uneven = graph(parallel={"tensor": 8, "pipeline": 2, "layers_per_stage": [20, 12]})
+    attention = [total(uneven, "flops", "attention", stage=stage) for stage in range(2)]
+    assert attention[0] / attention[1] == pytest.approx(20 / 12)
+
+
+def test_full_recomputation_runs_the_forward_again():
+    found = graph(parallel={"recompute": "full"})
+    none = graph(parallel={"recompute": "none"})
+    again = [n for n in found.nodes if n.phase == "recompute" and n.kind in ("gemm", "attention")]
+    forward = [n for n in found.nodes if n.phase == "forward" and n.kind in ("gemm", "attention") and "layer" in n.module]
+    assert [(n.shape, n.flops) for n in again] == [(n.shape, n.flops) for n in forward]
+    assert found.stages[0].saved_activation_bytes < none.stages[0].saved_activation_bytes / 5
+    assert found.stages[0].recompute_peak_bytes > 0
+    first_two = graph(parallel={"recompute": {"full_layers": 2}})
+    recomputed = {c for n, c in zip(first_two.nodes, first_two.repeats[0], strict=True) if n.phase == "recompute"}
+    assert recomputed == {2.0}
+
+
+def formats(found, kind, phase="forward", module="layer"):
+    return {n.input_dtype for n in found.nodes if n.kind == kind and n.phase == phase and module in n.module}
+
+
+def test_formats_of_gemms_follow_the_policy():
+    assert formats(graph(precision="tf32"), "gemm") == {"tf32"}
+    assert formats(graph(precision="fp32"), "gemm") == {"fp32"}
+    fp8 = graph(precision="fp8_mixed")
+    assert formats(fp8, "gemm") == {"fp8_e4m3"}
+    assert formats(fp8, "gemm", "backward") == {"fp8_e5m2"}
+    assert formats(fp8, "gemm", module="head") == {"bf16"}
+    assert formats(fp8, "attention") == {"bf16"}
+    assert formats(graph(precision="nvfp4"), "gemm", "backward") == {"nvfp4"}
+
+
+def test_outer_layers_and_overrides_keep_other_formats():
+    policy = {
+        "preset": "fp8_mixed",
+        "high_precision_layers": {"first": 1, "last": 1},
+        "overrides": [{"modules": "layers.*.mlp.*", "linear": "mxfp8"}],
+    }
+    found = graph(precision=policy)
+    assert formats(found, "gemm", module="mlp.fc1") == {"mxfp8"}
+    assert formats(found, "gemm", module="qkv") == {"bf16", "fp8_e4m3"}
+    counts = {n.input_dtype: c for n, c in zip(found.nodes, found.repeats[0], strict=True) if n.op.endswith("mm")
+              and n.phase == "forward" and n.module.endswith("qkv")}  # fmt: skip
+    assert counts == {"bf16": 2.0, "fp8_e4m3": 30.0}
+
+
+def test_loss_scaling_adds_the_unscaling():
+    ops = [{n.op for n in graph(precision=p).nodes} for p in ("fp16_mixed", "bf16_mixed")]
+    assert "_amp_foreach_non_finite_check_and_unscale_" in ops[0] - ops[1]
+
+
+def test_gradient_and_parameter_messages_have_their_formats():
+    found = graph(precision={"preset": "bf16_mixed", "grad_reduce": "fp32", "param_gather": "bf16"},
+                  parallel={"sharding": "zero1", "tensor": 2})  # fmt: skip
+    data = {n.kind: n for n in found.nodes if n.axis == "data"}
+    parameters = found.stages[0].num_parameters
+    assert data["reduce_scatter"].message_bytes == pytest.approx(4 * parameters)
+    assert data["all_gather"].message_bytes == pytest.approx(2 * parameters)
+    assert total(found, "bytes_read", "optimizer") == pytest.approx(16 * parameters / 32, rel=1e-3)
+
+
+def test_405b_on_1024_gpus_traces_within_a_gigabyte():
+    program = """
+import resource
+from dataset_builder.job.schema import TrainingJob
+from dataset_builder.tracing import templates
+templates._index = lambda: {}  # trace, do not load
+from dataset_builder.tracing.trace import build_graph
+job = TrainingJob.parse({"model": {"preset": "llama3.1-405b"}, "precision": "bf16_mixed",
+    "batch": {"seq_length": 8192, "micro_batch_size": 1, "global_batch_size": 1024},
+    "cluster": {"gpu": "H100-SXM5-80GB", "num_nodes": 128, "gpus_per_node": 8},
+    "parallel": {"tensor": 8, "pipeline": 16, "layers_per_stage": [7] + [8] * 14 + [7]},
+    "software": {"framework": "megatron-core"}})
+graph = build_graph(job)
+assert sum(stage.num_parameters for stage in graph.stages) * 8 > 400e9
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) * 1024 < 1e9
+
+
+def test_binding_a_shipped_template_does_not_import_torch():
+    program = """
+import sys
+from dataset_builder.job.schema import TrainingJob
+from dataset_builder.tracing.trace import build_graph
+build_graph(TrainingJob.parse({"model": {"preset": "llama3-8b"},
+    "batch": {"seq_length": 8192, "micro_batch_size": 1, "global_batch_size": 64},
+    "cluster": {"gpu": "H100-SXM5-80GB"}}))
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
