@@ -31,6 +31,7 @@ from dataset_builder.corpus.card import corpus_card, croissant
 from dataset_builder.corpus.measurements import OpMeasurement, RunMeasurement, read_ops, read_runs, shipped_table
 from dataset_builder.job.errors import JobError
 from dataset_builder.job.hardware import device
+from dataset_builder.job.schema import attention_kernel, has_fused_kernels
 from dataset_builder.tracing.graph import TrainingGraph
 from dataset_builder.tracing.trace import build_graph
 
@@ -145,8 +146,8 @@ def _trace(
     number_of: dict[str, int] = {}
     for index, run in enumerate(runs):
         assert run.job is not None
-        key = run.job.model_dump_json(exclude={"name", "software"})  # neither changes what is executed
-        key += str((run.job.software.attention, run.job.software.fused_kernels, run.job.software.compile))
+        key = run.job.model_dump_json(exclude={"name", "software"})  # of the software, only the kernels are traced
+        key += str((attention_kernel(run.job), has_fused_kernels(run.job)))
         if key not in number_of:
             try:
                 graphs.append(build_graph(run.job))

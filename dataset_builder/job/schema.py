@@ -215,7 +215,7 @@ class TrainingJob(Frozen):
         if "gpus_per_node" not in self.cluster.model_fields_set:
             notes.append(f"cluster.gpus_per_node: {self.cluster.gpus_per_node} assumed (not given)")
         cluster = _resolved_cluster(self.cluster, notes)
-        software = _resolved_software(self, notes)
+        _note_software(self, notes)
         parallel = _resolved_parallel(self, notes)
         precision = _resolved_precision(self, parallel, notes)
         return self.model_copy(
@@ -223,7 +223,6 @@ class TrainingJob(Frozen):
                 "model": _resolved_model(self),
                 "batch": _resolved_batch(self, notes),
                 "cluster": cluster,
-                "software": software,
                 "parallel": parallel,
                 "precision": precision,
                 "assumed": tuple(dict.fromkeys(notes)),
@@ -260,24 +259,32 @@ def _resolved_cluster(cluster: ClusterSpec, notes: list[str]) -> ClusterSpec:
     return cluster.model_copy(update={"intra_node": intra, "inter_node": inter})
 
 
-def _resolved_software(job: TrainingJob, notes: list[str]) -> SoftwareStack:
-    software = job.software
-    known: dict[str, Any] = {
-        "attention": "flash" if _runs_flash(job) else "unfused",
-        "compile": False,
-        "fused_kernels": True,
-    }
-    filled = {key: value for key, value in known.items() if getattr(software, key) is None}
-    notes += [f"software.{key}: {str(value).lower()} assumed (not given)" for key, value in filled.items()]
-    return software.model_copy(update=filled)
+def attention_kernel(job: TrainingJob) -> Literal["flash", "unfused"]:
+    """The kernel to trace: the one stated, else what such a device usually runs. A relative bias has no flash kernel.
 
-
-def _runs_flash(job: TrainingJob) -> bool:
-    """FlashAttention-2 needs compute capability 8.0 or CDNA2 (on other devices, bf16); it has no relative bias."""
+    FlashAttention-2 needs compute capability 8.0 or CDNA2 (on other devices, bf16).
+    """
+    if job.model.position_embedding == "relative":
+        return "unfused"
+    if job.software.attention is not None:
+        return job.software.attention
     gpu = job.cluster.gpu
     able = gpu.compute_capability >= 8.0 or gpu.architecture in ("cdna2", "cdna3", "cdna4")
     able = able or (gpu.vendor == "other" and gpu.supports("bf16"))
-    return able and job.model.position_embedding != "relative"
+    return "flash" if able else "unfused"
+
+
+def has_fused_kernels(job: TrainingJob) -> bool:
+    """Whether to trace fused kernels: as stated, or because a compiler fuses; assumed where nothing is known."""
+    return job.software.fused_kernels is not False or bool(job.software.compile)
+
+
+def _note_software(job: TrainingJob, notes: list[str]) -> None:
+    """What is traced where the software is unknown; the job itself keeps it as unknown, and so does the network."""
+    traced = {"attention": attention_kernel(job), "compile": "false", "fused_kernels": str(has_fused_kernels(job))}
+    for key, value in traced.items():
+        if getattr(job.software, key) is None:
+            notes.append(f"software.{key}: {value.lower()} assumed (not given)")
 
 
 def _resolved_parallel(job: TrainingJob, notes: list[str]) -> ParallelPlan:

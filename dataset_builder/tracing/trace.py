@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from dataset_builder.job.precision import LinearFormat
-from dataset_builder.job.schema import TrainingJob
+from dataset_builder.job.schema import TrainingJob, attention_kernel, has_fused_kernels
 from dataset_builder.tracing.graph import Axis, Edge, EdgeKind, OpNode, Phase, StageFacts, TrainingGraph
 from dataset_builder.tracing.layout import RankLayout, rank_layout
 from dataset_builder.tracing.structure import TRACER_VERSION, BlockStructure, element_bytes
@@ -98,7 +98,7 @@ def job_blocks(job: TrainingJob, layout: RankLayout) -> JobBlocks:
 
 def _shared_structure(job: TrainingJob, layout: RankLayout) -> BlockStructure:
     """What all blocks of a job have in common."""
-    model, policy, software = job.model, job.precision, job.software
+    model, policy = job.model, job.precision
     tensor = layout.tensor > 1
     compute, params = policy.compute, policy.params or "fp32"
     autocast = compute in ("fp16", "bf16") and params == "fp32"
@@ -117,7 +117,7 @@ def _shared_structure(job: TrainingJob, layout: RankLayout) -> BlockStructure:
         grad_accum=grad_accum,
         autocast=autocast,
         accumulate=layout.num_microbatches > 1 or (grad_accum != params and not autocast),
-        fused=bool(software.fused_kernels or software.compile),
+        fused=has_fused_kernels(job),
     )
 
 
@@ -154,8 +154,7 @@ def _layer_structure(job: TrainingJob, shared: BlockStructure, kind: tuple[objec
     names |= {*_CROSS_LINEARS} if cross else set()
     has_shared = model.moe is not None and model.moe.shared_width > 0
     names |= {*_FEED_FORWARD_LINEARS} if dense else {n for n in _EXPERT_LINEARS if has_shared or "shared" not in n}
-    # an additive relative bias has no flash kernel
-    kernel = "unfused" if positions == "relative" else job.software.attention or "flash"
+    kernel = attention_kernel(job)
     is_gated = model.is_gated
     names -= {"q", "k", "v", "gate", "up", "shared_gate", "shared_up"} if shared.fused else {"qkv"}
     if not shared.fused:

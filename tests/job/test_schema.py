@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dataset_builder.job.document import parse_document
 from dataset_builder.job.errors import JobError
-from dataset_builder.job.schema import TrainingJob
+from dataset_builder.job.schema import TrainingJob, attention_kernel, has_fused_kernels
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "conf" / "job").glob("*.yaml"))
 
@@ -197,6 +197,29 @@ def test_framework_defaults(framework: str | None, sharding: str, params: str) -
     resolved = TrainingJob.parse(job(software={"framework": framework})).resolved()
     assert (resolved.parallel.sharding, resolved.precision.params) == (sharding, params)
     assert resolved.precision.param_gather == "bf16" or sharding != "zero3"
+
+
+def test_unknown_software_stays_unknown_and_what_is_traced_is_said() -> None:
+    resolved = TrainingJob.parse(job(cluster={"gpu": "V100-SXM2-16GB"})).resolved()
+    software = resolved.software
+    assert (software.attention, software.compile, software.fused_kernels, software.cuda_graphs) == (None,) * 4
+    assert "software.attention: unfused assumed (not given)" in resolved.assumed
+    assert "software.fused_kernels: true assumed (not given)" in resolved.assumed
+    assert resolved.resolved() == resolved
+
+
+@pytest.mark.parametrize(
+    ("gpu", "software", "position", "kernel", "fused"),
+    [("H100", {}, "rope", "flash", True), ("MI300X", {}, "rope", "flash", True), ("V100", {}, "rope", "unfused", True),
+     ("H100", {"attention": "unfused", "fused_kernels": False}, "rope", "unfused", False),
+     ("V100", {"attention": "flash"}, "rope", "flash", True),
+     ("H100", {"attention": "flash"}, "relative", "unfused", True),
+     ("H100", {"fused_kernels": False, "compile": True}, "rope", "flash", True)],
+)  # fmt: skip
+def test_kernels_to_trace(gpu: str, software: dict[str, Any], position: str, kernel: str, fused: bool) -> None:
+    model = {**job()["model"], "position_embedding": position}
+    parsed = TrainingJob.parse(job(model=model, cluster={"gpu": gpu, "gpus_per_node": 1}, software=software))
+    assert (attention_kernel(parsed), has_fused_kernels(parsed)) == (kernel, fused)
 
 
 def test_fp32_is_never_tf32() -> None:
