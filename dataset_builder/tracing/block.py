@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dataset_builder.tracing.collectives import define_operators
-from dataset_builder.tracing.model import BlockContext, Embedding, Head, Layer
+from dataset_builder.tracing.linear import BlockContext
+from dataset_builder.tracing.model import Embedding, Head, Layer
 from dataset_builder.tracing.precision import TORCH_DTYPE, cuda_autocast_on_cpu
 from dataset_builder.tracing.recorder import RawOp, Recorder, TensorRef, scope
 from dataset_builder.tracing.structure import BlockStructure
@@ -19,7 +20,7 @@ from dataset_builder.tracing.structure import BlockStructure
 
 @dataclass
 class Recording:
-    """What a block executed, and which storages are its ports. Storages are ids; ``None``: the block has no such port."""
+    """What a block executed, and which storages are its ports; ``None``: it has no such port."""
 
     structure: BlockStructure
     ops: list[RawOp]
@@ -99,12 +100,9 @@ def record_block(structure: BlockStructure, sizes: Mapping[str, int], fake: bool
     with fake_training(fake), cuda_autocast_on_cpu() as rules:
         context = BlockContext(structure, sizes, rules, recorder)
         recording, run = _build(context)
-        cast = (
-            torch.autocast("cpu", TORCH_DTYPE[structure.compute]) if structure.autocast else contextlib.nullcontext()
-        )
-        with recorder:
-            with cast:
-                output: Tensor = run()
+        cast = torch.autocast("cpu", TORCH_DTYPE[structure.compute]) if structure.autocast else contextlib.nullcontext()
+        with recorder, cast:
+            output: Tensor = run()
         gradient = torch.empty_like(output)
         with recorder:
             recorder.phase = "backward"

@@ -116,6 +116,12 @@ def ops() -> Any:
     return torch.ops.precision_graph
 
 
+def apply(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
+    """Runs an autograd Function with one output (torch leaves ``apply`` untyped)."""
+    out: torch.Tensor = function.apply(*arguments)
+    return out
+
+
 class ReduceFromTensor(torch.autograd.Function):
     """Forward all-reduce, backward nothing: the output of a row-parallel layer."""
 
@@ -143,7 +149,7 @@ class CopyToTensor(torch.autograd.Function):
 
 
 class ScatterSequence(torch.autograd.Function):
-    """Forward reduce-scatter along the sequence, backward all-gather: row-parallel output under sequence parallelism."""
+    """Forward reduce-scatter along the sequence, backward all-gather: row-parallel output, sequence parallel."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, size: int, axis: str) -> torch.Tensor:

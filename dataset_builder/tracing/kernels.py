@@ -208,7 +208,7 @@ class _Reducer:
 
     def template(self) -> Template:
         kept: dict[int, int] = {}
-        kernels = []
+        kernels: list[Kernel] = []
         for number, group in enumerate(self.groups):
             op = self.ops[group.ops[0]]
             is_cached_weight = op.attributes.get("what") == "weight" and not self.structure.autocast
@@ -452,4 +452,3 @@ def _accumulate(kind: str, output_dtype: str) -> str:
     if kind in ("copy", "cast", *COLLECTIVES) or output_dtype == "int64":
         return output_dtype
     return "fp32"
-

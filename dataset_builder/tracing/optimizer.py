@@ -100,9 +100,7 @@ def record_optimizer(structure: BlockStructure, sizes: Mapping[str, int]) -> Rec
         found_inf, scale = torch.zeros(1), torch.zeros(1)
         converted = gradient.dtype != parameter.dtype
         parameter.grad = torch.empty_like(parameter) if converted else gradient
-        step = (
-            None if structure.optimizer in _RULES else _fused_torch_step(structure.optimizer, parameter, state_dtype)
-        )
+        step = None if structure.optimizer in _RULES else _fused_torch_step(structure.optimizer, parameter, state_dtype)
         with recorder, scope("optimizer"):
             if converted:
                 with scope("gradient_copy"):

@@ -42,7 +42,8 @@ class Scope:
     region: str = ""
 
 
-_SCOPE: ContextVar[Scope] = ContextVar("scope", default=Scope())
+_OUTSIDE = Scope()
+_SCOPE: ContextVar[Scope] = ContextVar("scope", default=_OUTSIDE)
 
 
 @contextlib.contextmanager
@@ -99,7 +100,7 @@ class Recorder(TorchDispatchMode):
     """The dispatch mode; ``phase`` is set by whoever runs the step."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[RawOp] = []
         self.phase: Phase = "forward"
         self.formats: dict[int, str] = {}  # storage -> format, where the torch dtype only stands in for it
@@ -119,20 +120,20 @@ class Recorder(TorchDispatchMode):
 
     def ref(self, tensor: torch.Tensor) -> TensorRef:
         storage = tensor.untyped_storage()
-        shape = tuple(
-            1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
+        shape = tuple(1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         fmt = self.formats.get(storage._cdata, FORMAT_OF_DTYPE[tensor.dtype])
         row = self._rows.setdefault(storage._cdata, tensor.shape[-1] if tensor.dim() else 1)
-        start = tensor.storage_offset() % max(row, 1)
-        within = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride < row)
-        return TensorRef(storage._cdata, shape, fmt, start, start + sum(within) + 1)
+        start = int(tensor.storage_offset()) % max(row, 1)
+        within = (
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride < row
+        )
+        return TensorRef(storage._cdata, shape, fmt, start, start + int(sum(within)) + 1)
 
     def _place(self) -> Scope:
         node = torch._C._current_autograd_node()
         if self.phase != "backward":
             scope_now = _SCOPE.get()
-            self._scope_of_node.setdefault(torch.autograd._get_sequence_nr() - 1, scope_now)
+            self._scope_of_node.setdefault(torch.autograd._get_sequence_nr() - 1, scope_now)  # type: ignore[attr-defined]
             return scope_now
         explicit = _SCOPE.get()
         if explicit.module:

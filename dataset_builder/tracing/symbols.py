@@ -136,7 +136,8 @@ _FACTORED: dict[int, tuple[Monomial, float]] = {}
 def factor(number: int) -> Polynomial:
     """A traced dimension as one monomial; raises ValueError when it is not a product of names and a small constant."""
     if number not in _FACTORED:
-        rest, coefficient, exponents = number, 1.0, {}
+        rest, coefficient = number, 1.0
+        exponents: dict[str, int] = {}
         for prime, name in _NAME_OF_PRIME.items():
             while rest and rest % prime == 0:
                 rest //= prime

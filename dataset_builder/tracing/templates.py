@@ -51,7 +51,8 @@ class StoredTemplate:
         at = np.array([sizes[name] for name in self.names], dtype=np.float64)
         monomials = np.prod(at**self.exponents, axis=1)
         terms = self.coefficient * monomials[self.monomial]
-        return np.bincount(self.polynomial, weights=terms, minlength=self.num_polynomials)
+        summed: NDArray[np.float64] = np.bincount(self.polynomial, terms, self.num_polynomials).astype(np.float64)
+        return summed
 
 
 def to_json(template: Template) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The training graph of a job: which blocks its layers are, their templates bound to its sizes, and what each stage runs.
+"""The training graph of a job: which blocks its layers are, their templates bound to its sizes, what each stage runs.
 
 ``build_graph(job)``: every distinct block once (embedding, each kind of layer, head, optimizer, communication), numbers
 of one execution on one rank, and ``repeats[stage, node]``. Cost does not grow with layers, microbatches or ranks.
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -290,15 +291,27 @@ def bind(stored: StoredTemplate, sizes: Mapping[str, float], prefix: str, groups
         if kernel["kind"] == "attention":
             flops *= visible_fraction(shape[3], shape[4], shape[6], kernel["causal"])
         axis = kernel["axis"]
-        nodes.append(
-            OpNode(
-                kernel["kind"], kernel["op"], f"{prefix}.{kernel['module']}", kernel["phase"], shape, kernel["in"],
-                kernel["out"], kernel["acc"], axis, groups[axis] if axis else 1, kernel["per"], flops, read, written,
-                message, kernel["launches"],
-            )  # fmt: skip
-        )
+        node = OpNode(
+            kernel["kind"], kernel["op"], f"{prefix}.{kernel['module']}", kernel["phase"], shape, kernel["in"],
+            kernel["out"], kernel["acc"], axis, groups[axis] if axis else 1, kernel["per"], flops, read, written,
+            message, kernel["launches"],
+        )  # fmt: skip
+        nodes.append(node)
     totals = {name: float(values[p]) for name, p in stored.totals.items()}
     return BoundBlock(nodes, stored.edges, stored.ports, totals, stored.output_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """What a message is, apart from its size and who sends it."""
+
+    kind: str
+    module: str
+    phase: Phase
+    fmt: str
+    axis: Axis
+    group_size: int
+    per: Literal["microbatch", "iteration"] = "iteration"
 
 
 @dataclass
@@ -325,11 +338,10 @@ class _GraphBuilder:
             (bind(template(structure), self.blocks.sizes[is_decoder], _prefix(is_decoder, number), groups), counts)
             for number, ((structure, is_decoder), counts) in enumerate(self.blocks.layers.items())
         ]
-        one_at = lambda stage: [float(s == stage) for s in stages]  # noqa: E731
-        chain = [(embedding, self._add(embedding, one_at(0)))]
+        chain = [(embedding, self._add(embedding, [float(stage == 0) for stage in stages]))]
         for block, counts in layers:
             chain.append((block, self._add(block, [float(counts[stage]) for stage in stages])))
-        chain.append((head, self._add(head, one_at(last))))
+        chain.append((head, self._add(head, [float(stage == last) for stage in stages])))
         self._connect(chain)
         facts = self._facts(embedding, head, layers)
         self._pipeline_messages(head.output_dtype if not layers else layers[0][0].output_dtype, chain)
@@ -354,7 +366,7 @@ class _GraphBuilder:
 
     def _connect(self, chain: list[tuple[BoundBlock, int]]) -> None:
         """Activations to the next block, gradients to the one before."""
-        for (block, start), (after, after_start) in zip(chain, chain[1:], strict=False):
+        for (block, start), (after, after_start) in pairwise(chain):
             self._link(block, start, "output", after, after_start, "input")
             self._link(after, after_start, "input_gradient", block, start, "output_gradient")
 
@@ -363,19 +375,14 @@ class _GraphBuilder:
             for target in second.ports[into]:
                 self.edges[start + source, second_start + target] = "data"
 
-    def _node(
-        self, kind: str, module: str, phase: Phase, elements: float, fmt: str, axis: Axis, group: int, per: str,
-        repeats: list[float],
-    ) -> int:  # fmt: skip
-        """Adds a message of ``elements``."""
-        size = elements * element_bytes("fp8_e4m3" if fmt == "fp8" else fmt)
-        fmt = "fp8_e4m3" if fmt == "fp8" else fmt
-        self.nodes.append(
-            OpNode(
-                kind, kind, module, phase, (max(1, round(elements)),), fmt, fmt, fmt, axis, group,
-                per, 0.0, size, size, size, 1.0,  # type: ignore[arg-type]
-            )  # fmt: skip
-        )
+    def _send(self, message: _Message, elements: float, repeats: list[float]) -> int:
+        """Adds a message of so many elements; returns its index."""
+        fmt, size = message.fmt, elements * element_bytes(message.fmt)
+        node = OpNode(
+            message.kind, message.kind, message.module, message.phase, (max(1, round(elements)),), fmt, fmt, fmt,
+            message.axis, message.group_size, message.per, 0.0, size, size, size, 1.0,
+        )  # fmt: skip
+        self.nodes.append(node)
         self.repeats.append(repeats)
         return len(self.nodes) - 1
 
@@ -441,12 +448,10 @@ class _GraphBuilder:
         elements = sizes["b"] * sizes["h"] * (sizes["z"] if is_scattered else sizes["s"])
         sends = [float(chunks if stage < stages - 1 else chunks - 1) for stage in range(stages)]
         returns = [float(chunks if stage > 0 else chunks - 1) for stage in range(stages)]
-        forward = self._node(
-            "send_recv", "pipeline.activations", "forward", elements, fmt, "pipeline", stages, "microbatch", sends
-        )
-        backward = self._node(
-            "send_recv", "pipeline.gradients", "backward", elements, fmt, "pipeline", stages, "microbatch", returns
-        )
+        activations = _Message("send_recv", "pipeline.activations", "forward", fmt, "pipeline", stages, "microbatch")
+        gradients = _Message("send_recv", "pipeline.gradients", "backward", fmt, "pipeline", stages, "microbatch")
+        forward = self._send(activations, elements, sends)
+        backward = self._send(gradients, elements, returns)
         for block, start in chain[1:-1]:
             self.edges |= {(start + i, forward): "communication" for i in block.ports["output"]}
             self.edges |= {(start + i, backward): "communication" for i in block.ports["input_gradient"]}
@@ -491,16 +496,13 @@ class _GraphBuilder:
             if elements < 1 or not block.nodes:
                 continue
             name = block.nodes[0].module.partition(".")[0]
-            gather, reduce = policy.param_gather or "bf16", policy.grad_reduce or "fp32"
-            forward = self._node(
-                "all_gather", f"{name}.parameters", "forward", elements, gather, "data", group, "microbatch", repeats
+            gather, reduce = _stored(policy.param_gather or "bf16"), policy.grad_reduce or "fp32"
+            messages = (
+                _Message("all_gather", f"{name}.parameters", "forward", gather, "data", group, "microbatch"),
+                _Message("all_gather", f"{name}.parameters", "backward", gather, "data", group, "microbatch"),
+                _Message("reduce_scatter", f"{name}.gradients", "backward", reduce, "data", group, "microbatch"),
             )
-            backward = self._node(
-                "all_gather", f"{name}.parameters", "backward", elements, gather, "data", group, "microbatch", repeats
-            )
-            scatter = self._node(
-                "reduce_scatter", f"{name}.grads", "backward", elements, reduce, "data", group, "microbatch", repeats
-            )
+            forward, backward, scatter = (self._send(message, elements, repeats) for message in messages)
             for i in block.ports["input"] or (0,):
                 self.edges[forward, start + i] = "communication"
             for i in block.ports["output_gradient"]:
@@ -508,9 +510,7 @@ class _GraphBuilder:
             for i in block.ports["weight_gradient"]:
                 self.edges[start + i, scatter] = "communication"
 
-    def _reduce_gradients(
-        self, dense: float, expert: float, repeats: list[float], gradients: list[int]
-    ) -> list[int]:
+    def _reduce_gradients(self, dense: float, expert: float, repeats: list[float], gradients: list[int]) -> list[int]:
         """The data-parallel reduction of a stage's gradients: once per iteration, with ZeRO-2 once per microbatch."""
         sharding, fmt = self.job.parallel.sharding or "none", self.job.precision.grad_reduce or "fp32"
         parts: list[tuple[str, float, int, str]] = []
@@ -522,23 +522,23 @@ class _GraphBuilder:
             kind = "all_reduce" if sharding == "none" else "reduce_scatter"
             parts = [("gradients", dense, self.layout.groups["data"].size, kind)]
             parts.append(("expert_gradients", expert, self.layout.expert_data_group.size, kind))
-        per = "microbatch" if sharding == "zero2" else "iteration"
+        per: Literal["microbatch", "iteration"] = "microbatch" if sharding == "zero2" else "iteration"
         added = []
         for name, elements, group, kind in parts:
             if elements >= 1 and group > 1:
-                node = self._node(kind, f"data.{name}", "backward", elements, fmt, "data", group, per, repeats)
+                message = _Message(kind, f"data.{name}", "backward", fmt, "data", group, per)
+                node = self._send(message, elements, repeats)
                 self.edges |= {(source, node): "communication" for source in gradients}
                 added.append(node)
         return added
 
     def _gather_parameters(self, dense: float, expert: float, repeats: list[float], source: int) -> None:
-        fmt = self.job.precision.param_gather or "bf16"
+        fmt = _stored(self.job.precision.param_gather or "bf16")
         groups = (self.layout.groups["data"].size, self.layout.expert_data_group.size)
         for name, elements, group in zip(("parameters", "expert_parameters"), (dense, expert), groups, strict=True):
             if elements >= 1 and group > 1:
-                node = self._node(
-                    "all_gather", f"data.{name}", "optimizer", elements, fmt, "data", group, "iteration", repeats
-                )
+                message = _Message("all_gather", f"data.{name}", "optimizer", fmt, "data", group)
+                node = self._send(message, elements, repeats)
                 self.edges[source, node] = "communication"
 
     def _optimizer_step(self, dense: float, expert: float, repeats: list[float]) -> tuple[int | None, int | None]:
@@ -570,11 +570,15 @@ class _GraphBuilder:
         elements = embedding[0].totals["vocabulary_parameters"]
         repeats = [float(stage in (0, stages - 1)) for stage in range(stages)]
         fmt = self.job.precision.grad_reduce or "fp32"
-        node = self._node(
-            "all_reduce", "embedding.tied", "backward", elements, fmt, "pipeline", 2, "iteration", repeats
-        )
+        message = _Message("all_reduce", "embedding.tied", "backward", fmt, "pipeline", 2)
+        node = self._send(message, elements, repeats)
         for block, start in (embedding, head):
             self.edges |= {(start + i, node): "communication" for i in block.ports["weight_gradient"]}
+
+
+def _stored(fmt: str) -> str:
+    """The format of gathered weights; ``fp8`` is their forward format."""
+    return "fp8_e4m3" if fmt == "fp8" else fmt
 
 
 def _prefix(is_decoder: bool, number: int) -> str:

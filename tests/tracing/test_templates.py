@@ -87,10 +87,10 @@ EXECUTED = {
 @pytest.mark.parametrize("fields", EXECUTED.values(), ids=EXECUTED)
 @pytest.mark.parametrize("block", ["layer", "head", "embedding"])
 def test_fake_tracing_is_what_really_runs(fields, block):
+    positions = "rope" if block == "layer" else "learned"
     structure = BlockStructure(
-        block=block, normalization="rmsnorm", activation="swiglu", position_embedding="rope" if block == "layer" else
-        "learned", kernel="unfused", fused=False, grouped_queries=True, dropout=True, lm_head=fields.get("compute", "fp32"),
-        **fields,
+        block=block, normalization="rmsnorm", activation="swiglu", position_embedding=positions, kernel="unfused",
+        fused=False, grouped_queries=True, dropout=True, lm_head=fields.get("compute", "fp32"), **fields,
     )  # fmt: skip
     fake, real = (record_block(structure, SMALL, fake=flag).ops for flag in (True, False))
     assert [_what(op) for op in fake] == [_what(op) for op in real]

@@ -150,7 +150,9 @@ def test_full_recomputation_runs_the_forward_again():
     found = graph(parallel={"recompute": "full"})
     none = graph(parallel={"recompute": "none"})
     again = [n for n in found.nodes if n.phase == "recompute" and n.kind in ("gemm", "attention")]
-    forward = [n for n in found.nodes if n.phase == "forward" and n.kind in ("gemm", "attention") and "layer" in n.module]
+    forward = [
+        n for n in found.nodes if n.phase == "forward" and n.kind in ("gemm", "attention") and "layer" in n.module
+    ]
     assert [(n.shape, n.flops) for n in again] == [(n.shape, n.flops) for n in forward]
     assert found.stages[0].saved_activation_bytes < none.stages[0].saved_activation_bytes / 5
     assert found.stages[0].recompute_peak_bytes > 0

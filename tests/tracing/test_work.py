@@ -13,7 +13,8 @@ from dataset_builder.tracing.block import fake_training, record_block
 from dataset_builder.tracing.graph import OpNode
 from dataset_builder.tracing.kernels import reduce_recording
 from dataset_builder.tracing.layout import AxisGroup
-from dataset_builder.tracing.model import BlockContext, Layer
+from dataset_builder.tracing.linear import BlockContext
+from dataset_builder.tracing.model import Layer
 from dataset_builder.tracing.precision import cuda_autocast_on_cpu
 from dataset_builder.tracing.recorder import Recorder
 from dataset_builder.tracing.structure import BlockStructure
