@@ -1,0 +1,148 @@
+"""Training: reproducible, resumable without a trace, and it learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from dataset_builder.corpus.measurements import OpMeasurement
+from dataset_builder.corpus.splits import Split
+from dataset_builder.job.schema import TrainingJob
+from dataset_builder.tracing.layout import rank_layout
+from dataset_builder.tracing.trace import build_graph
+from dataset_builder.tracing.work import roofline_s
+from gnn_predictor.crossvalidation import (
+    Workshop,
+    conformal_factor,
+    fit_all,
+    predict_graphs,
+    split_tasks,
+    trained,
+)
+from gnn_predictor.dataset import OperatorExamples, RunExamples, operator_examples
+from gnn_predictor.features import featurize
+from gnn_predictor.fitting import FitSettings, fit
+from gnn_predictor.network import NetworkConfig, Predictor
+
+JobOf = Callable[..., TrainingJob]
+SETTINGS = FitSettings(epochs=4, batch_size=4, operator_batch_size=16, average_from=0.5)
+
+
+@pytest.fixture(scope="module")
+def runs(job_of: JobOf) -> RunExamples:
+    """Sixteen sizes of one job, each measured at 2.5 times its roofline."""
+    graphs, times = [], []
+    for hidden in (512, 768, 1024, 1536):
+        for micro in (1, 2, 4, 8):
+            sizes = {"hidden_size": hidden, "num_attention_heads": 8}
+            job = job_of(model=sizes, batch={"micro_batch_size": micro}).resolved()
+            graph, layout = build_graph(job), rank_layout(job)
+            seconds = [
+                roofline_s(n, job.cluster.gpu, layout.groups.get(n.axis) if n.axis else None) for n in graph.nodes
+            ]
+            often = [1 if n.per == "iteration" else layout.num_microbatches for n in graph.nodes]
+            graphs.append(featurize(job, graph, layout))
+            times.append(2.5 * float(graph.repeats[0] @ (np.array(seconds) * often)))
+    count = len(graphs)
+    table = pd.DataFrame(
+        {"run_id": range(count), "source_id": ["a", "b"] * (count // 2), "iter_time_s": times, "peak_mem_gb": np.nan}
+    )
+    return RunExamples(table, tuple(graphs))
+
+
+@pytest.fixture(scope="module")
+def operators(job_of: JobOf, runs: RunExamples) -> OperatorExamples:
+    job = job_of().resolved()
+    device = job.cluster.gpu
+    nodes = [node for node in build_graph(job).nodes if node.axis is None]
+    measured = [
+        OpMeasurement(
+            op_id=str(i), source_id="vidur", gpu=device.name, node=node, device=device, group=None,
+            latency_s=2.0 * roofline_s(node, device, None) + 4e-6, op_group=str(i), includes_launch=False,
+        )
+        for i, node in enumerate(nodes)
+    ]  # fmt: skip
+    return operator_examples(measured, (device.name,), runs.graphs[0].workload.shape[1])
+
+
+@pytest.fixture(scope="module")
+def config(runs: RunExamples) -> NetworkConfig:
+    graph = runs.graphs[0]
+    return NetworkConfig(
+        node_features=graph.node_features.shape[1],
+        hardware_features=graph.hardware.shape[1],
+        software_features=graph.software.shape[1],
+        workload_features=graph.workload.shape[1],
+        devices=(graph.device_name,),
+        hidden=16,
+        context=12,
+    )
+
+
+def weights(network: Predictor) -> torch.Tensor:
+    return torch.cat([value.flatten().float() for value in network.state_dict().values()])
+
+
+def test_equal_seeds_give_equal_weights(config: NetworkConfig, runs: RunExamples, operators: OperatorExamples) -> None:
+    first, again = (weights(fit(config, SETTINGS, runs, operators)) for _ in range(2))
+    other = weights(fit(config, replace(SETTINGS, seed=1), runs, operators))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("killed_after", [1, 3])
+def test_a_killed_training_ends_as_if_it_was_not(
+    tmp_path: Path, config: NetworkConfig, runs: RunExamples, operators: OperatorExamples, killed_after: int
+) -> None:
+    class Killed(Exception):
+        pass
+
+    def kill(epoch: int, metrics: dict[str, float]) -> None:
+        if epoch == killed_after:  # this epoch ran, but its state was not saved
+            raise Killed
+
+    with pytest.raises(Killed):
+        fit(config, SETTINGS, runs, operators, tmp_path / "state", kill)
+    resumed = fit(config, SETTINGS, runs, operators, tmp_path / "state")
+    assert torch.equal(weights(resumed), weights(fit(config, SETTINGS, runs, operators)))
+
+
+def test_training_learns_times_it_did_not_see(
+    tmp_path: Path, config: NetworkConfig, runs: RunExamples, operators: OperatorExamples
+) -> None:
+    split = Split("P1-0", tuple(i for i in range(16) if i % 4), tuple(range(0, 16, 4)))
+    shop = Workshop(config, runs, operators, tmp_path, num_workers=1)
+    settings = replace(SETTINGS, epochs=60)
+    tasks = split_tasks(split, shop, settings, members=1)
+    histories = fit_all(tasks, shop)
+    test = runs.select(np.array(split.test))
+    predicted = predict_graphs(trained(tasks, shop), test.graphs)["predicted_s"].to_numpy()
+    error = np.abs(predicted / test.table["iter_time_s"].to_numpy() - 1)
+    assert error.mean() < 0.15
+    history = next(iter(histories.values()))
+    assert history[-1]["operator_loss"] < 0.5 * history[0]["operator_loss"]
+
+
+def test_finished_fits_are_not_repeated_and_other_settings_are(
+    tmp_path: Path, config: NetworkConfig, runs: RunExamples, operators: OperatorExamples
+) -> None:
+    split = Split("P1-0", tuple(range(12)), tuple(range(12, 16)))
+    shop = Workshop(config, runs, operators, tmp_path, num_workers=1)
+    for settings in (SETTINGS, SETTINGS, replace(SETTINGS, learning_rate=1e-3)):
+        fit_all(split_tasks(split, shop, settings, members=1), shop)
+    assert len(list(tmp_path.glob("*.weights"))) == 2
+
+
+def test_conformal_factor_covers_its_level() -> None:
+    generator = np.random.default_rng(0)
+    spread = generator.uniform(0.02, 0.2, 4000)
+    error = generator.laplace(0.0, spread)
+    factor = conformal_factor(error[:2000], spread[:2000], 0.9)
+    covered = np.abs(error[2000:]) <= factor * spread[2000:]
+    assert 0.87 < covered.mean() < 0.93

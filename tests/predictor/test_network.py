@@ -1,0 +1,150 @@
+"""The network: one answer whatever the batch, physics where nothing was learnt, stage times that add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch_geometric.data import Batch
+
+from dataset_builder.job.schema import TrainingJob
+from dataset_builder.tracing.graph import COLLECTIVES
+from dataset_builder.tracing.layout import rank_layout
+from dataset_builder.tracing.trace import build_graph
+from gnn_predictor.batch import GraphBatch, collate
+from gnn_predictor.dataset import graph_batch, run_data
+from gnn_predictor.features import NUM_SLOTS, SLOTS, GraphArrays, featurize
+from gnn_predictor.network import Ensemble, NetworkConfig, Predictor, stage_table
+
+JobOf = Callable[..., TrainingJob]
+
+
+def arrays(job: TrainingJob) -> GraphArrays:
+    job = job.resolved()
+    return featurize(job, build_graph(job), rank_layout(job))
+
+
+@pytest.fixture(scope="module")
+def graphs(job_of: JobOf) -> list[GraphArrays]:
+    return [
+        arrays(job_of()),
+        arrays(job_of(parallel={"tensor": 2, "pipeline": 4}, precision="fp16_mixed")),
+        arrays(job_of(parallel={"pipeline": 2, "virtual_pipeline": 2}, precision="fp32")),
+    ]
+
+
+def network(graph: GraphArrays, seed: int = 0, **settings: Any) -> Predictor:
+    torch.manual_seed(seed)
+    config = NetworkConfig(
+        node_features=graph.node_features.shape[1],
+        hardware_features=graph.hardware.shape[1],
+        software_features=graph.software.shape[1],
+        workload_features=graph.workload.shape[1],
+        devices=(graph.device_name,),
+        hidden=16,
+        context=12,
+        **settings,
+    )
+    return Predictor(config).eval()
+
+
+def test_a_batch_of_torch_geometric_equals_our_own(graphs: list[GraphArrays]) -> None:
+    devices = (graphs[0].device_name,)
+    ours = collate(graphs, devices)
+    theirs = graph_batch(Batch.from_data_list([run_data(graph, devices, row) for row, graph in enumerate(graphs)]))
+    for name in GraphBatch.__dataclass_fields__:
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        if isinstance(mine, torch.Tensor):
+            assert torch.equal(mine, other), name
+        else:
+            assert mine == other, name
+
+
+def test_a_job_is_answered_the_same_alone_and_in_company(graphs: list[GraphArrays]) -> None:
+    model = network(graphs[0])
+    devices = model.config.devices
+    with torch.inference_mode():
+        together = model(collate(graphs, devices))[0]
+        alone = torch.cat([model(collate([graph], devices))[0] for graph in graphs])
+    assert torch.allclose(together, alone, rtol=1e-4)
+
+
+def test_an_untrained_network_stays_near_the_roofline(graphs: list[GraphArrays]) -> None:
+    model = network(graphs[0])
+    with torch.inference_mode():
+        times = model.node_times(collate(graphs, model.config.devices))
+    roofline = torch.exp(collate(graphs, ()).log_roofline_s)
+    assert ((times.seconds > roofline) & (times.seconds < 6 * roofline + 1e-4)).all()
+
+
+def test_exposed_time_never_exceeds_a_message_and_is_all_of_a_kernel(job_of: JobOf) -> None:
+    job = job_of(parallel={"tensor": 2}).resolved()
+    graph = build_graph(job)
+    batch = collate([featurize(job, graph, rank_layout(job))], ())
+    with torch.inference_mode():
+        times = network(arrays(job)).node_times(batch)
+    is_message = torch.tensor([node.kind in COLLECTIVES for node in graph.nodes])
+    assert is_message.any()
+    assert (times.exposed_s[is_message] < times.seconds[is_message]).all()
+    assert torch.equal(times.exposed_s[~is_message], times.seconds[~is_message])
+
+
+def test_stage_times_are_sums_of_node_times(job_of: JobOf) -> None:
+    job = job_of(parallel={"pipeline": 4}).resolved()
+    graph = build_graph(job)
+    batch = collate([featurize(job, graph, rank_layout(job))], ())
+    model = network(arrays(job))
+    with torch.inference_mode():
+        times = model.node_times(batch)
+        table = stage_table(batch, times)
+    seconds = times.exposed_s.double().numpy()
+    for stage, row in enumerate(batch.stage_rows[0]):
+        for slot in ("forward", "backward"):
+            of_slot = [n.phase == slot and n.kind not in COLLECTIVES for n in graph.nodes]
+            expected = float(graph.repeats[stage] @ (seconds * np.array(of_slot)))
+            assert float(table.slots[row, SLOTS.index(slot)]) == pytest.approx(expected, rel=1e-4)
+    assert table.slots.shape[1] == NUM_SLOTS
+    first, middle, last = (batch.stage_rows[0][i] for i in (0, 1, 3))
+    assert table.forward_s[last] > table.forward_s[middle], "the head is on the last stage"
+    assert table.forward_s[first] > table.forward_s[middle], "the embedding is on the first stage"
+
+
+def test_an_ensemble_is_the_geometric_mean_of_its_members(graphs: list[GraphArrays]) -> None:
+    members = [network(graphs[0], seed) for seed in (0, 1)]
+    batch = collate(graphs[:1], members[0].config.devices)
+    with torch.inference_mode():
+        each = [member.node_times(batch).seconds for member in members]
+        both = Ensemble(members).eval().node_times(batch).seconds
+    assert torch.allclose(both, (each[0] * each[1]).sqrt(), rtol=1e-4)
+
+
+def test_an_ensemble_survives_its_state_dictionary(graphs: list[GraphArrays]) -> None:
+    ensemble = Ensemble([network(graphs[0], seed) for seed in (0, 1)]).eval()
+    again = Ensemble.from_tensors(ensemble.config, ensemble.state_dict())
+    batch = collate(graphs, ensemble.config.devices)
+    with torch.inference_mode():
+        assert torch.equal(again(batch)[0], ensemble(batch)[0])
+
+
+def test_gradients_reach_every_parameter_through_the_schedule(graphs: list[GraphArrays]) -> None:
+    model = network(graphs[0], device_dropout=0.0, format_dropout=0.0, software_dropout=0.0, workload_dropout=0.0)
+    model.train()
+    seconds, times, _ = model(collate(graphs, model.config.devices))
+    (seconds.log().sum() + times.log_spread.sum()).backward()
+    without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert without == []
+
+
+def test_a_time_stays_finite_for_absurd_features(graphs: list[GraphArrays]) -> None:
+    model = network(graphs[0])
+    batch = collate(graphs, model.config.devices)
+    batch.node_features.mul_(1e6)
+    batch.workload.mul_(-1e6)
+    batch.hardware.mul_(1e3)
+    with torch.inference_mode():
+        seconds = model(batch)[0]
+    assert torch.isfinite(seconds).all()
+    assert (seconds > 0).all()
