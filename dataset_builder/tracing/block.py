@@ -35,10 +35,19 @@ class Recording:
 
 @contextlib.contextmanager
 def fake_training(fake: bool = True) -> Iterator[None]:
-    """Fake tensors and a single-threaded autograd engine, so that backward operators run under our modes."""
+    """Fake tensors and a single-threaded autograd engine, so that backward operators run under our modes.
+
+    Gradients are on whatever the caller's mode is: a predictor may ask for a graph in its inference mode.
+    """
     define_operators()
     tensors = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
-    with torch.autograd.set_multithreading_enabled(False), tensors:
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autograd.set_multithreading_enabled(False),
+        tensors,
+    ):
         yield
 
 

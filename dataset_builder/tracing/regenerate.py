@@ -15,9 +15,9 @@ from typing import Any
 from dataset_builder.job.errors import JobError
 from dataset_builder.job.precision import PRECISION_PRESETS
 from dataset_builder.job.schema import TrainingJob
+from dataset_builder.tracing.job_blocks import job_structures
 from dataset_builder.tracing.structure import BlockStructure
 from dataset_builder.tracing.templates import write_archive
-from dataset_builder.tracing.trace import job_structures
 
 # One model per structure (presets that differ in size share their templates), the first under every precision.
 _EVERY_PRECISION = ("gpt3-175b", "llama3-8b")

@@ -11,44 +11,18 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 
-from dataset_builder.job.precision import LinearFormat
-from dataset_builder.job.schema import TrainingJob, attention_kernel, has_fused_kernels
+from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.graph import Axis, Edge, EdgeKind, OpNode, Phase, StageFacts, TrainingGraph
+from dataset_builder.tracing.job_blocks import JobBlocks, job_blocks
 from dataset_builder.tracing.layout import RankLayout, rank_layout
-from dataset_builder.tracing.structure import TRACER_VERSION, BlockStructure, element_bytes
+from dataset_builder.tracing.structure import TRACER_VERSION, element_bytes
 from dataset_builder.tracing.templates import StoredTemplate, template
 from dataset_builder.tracing.work import visible_fraction
-
-_ATTENTION_LINEARS = ("qkv", "q", "k", "v", "projection", "q_down", "q_up", "kv_down", "kv_up")
-_CROSS_LINEARS = ("cross_q", "cross_kv", "cross_projection")
-_FEED_FORWARD_LINEARS = ("fc1", "fc2", "gate", "up")
-_EXPERT_LINEARS = ("expert_fc1", "expert_fc2", "shared_fc1", "shared_fc2", "shared_gate", "shared_up")
-
-
-@dataclass(frozen=True)
-class LayerPlace:
-    """One layer of the model: its index, stack, and position within the stage (for partial recomputation)."""
-
-    index: int
-    is_decoder: bool
-    is_recomputed: bool
-
-
-@dataclass(frozen=True)
-class JobBlocks:
-    """The distinct blocks of a job with their sizes, and how often each stage runs each layer block."""
-
-    embedding: BlockStructure
-    head: BlockStructure
-    optimizer: BlockStructure | None
-    layers: dict[tuple[BlockStructure, bool], Counter[int]]  # (structure, is_decoder) -> stage -> count
-    sizes: dict[bool, dict[str, float]]  # by is_decoder; embedding and head use the last stack's
 
 
 def build_graph(job: TrainingJob) -> TrainingGraph:
@@ -56,218 +30,6 @@ def build_graph(job: TrainingJob) -> TrainingGraph:
     job = job.resolved()
     layout = rank_layout(job)
     return _GraphBuilder(job, layout, job_blocks(job, layout)).build()
-
-
-def job_structures(job: TrainingJob) -> list[BlockStructure]:
-    """The structures whose templates a job needs."""
-    job = job.resolved()
-    blocks = job_blocks(job, rank_layout(job))
-    found = [blocks.embedding, blocks.head, *(structure for structure, _ in blocks.layers)]
-    return [*found, blocks.optimizer] if blocks.optimizer else found
-
-
-def job_blocks(job: TrainingJob, layout: RankLayout) -> JobBlocks:
-    """Structures and sizes of a resolved job's blocks."""
-    shared = _shared_structure(job, layout)
-    model = job.model
-    layers: dict[tuple[BlockStructure, bool], Counter[int]] = {}
-    kinds: dict[tuple[object, ...], BlockStructure] = {}
-    limit = job.parallel.recompute.full_layers if job.parallel.recompute else None
-    mode = job.parallel.recompute.mode if job.parallel.recompute else "none"
-    for stage, indices in enumerate(layout.stage_layers):
-        for position, index in enumerate(indices):
-            is_decoder = index >= model.encoder_layers
-            in_stack = index - model.encoder_layers if is_decoder else index
-            is_full = mode == "full" and (limit is None or position < limit)
-            recompute = "full" if is_full else "none" if mode == "full" else mode
-            dense = model.moe is None or in_stack in model.moe.dense_layers
-            every = model.full_attention_every
-            windowed = model.window is not None and not (every and (in_stack + 1) % every == 0)
-            linears = _linear_formats(job, index)
-            kind = (is_decoder, recompute, dense, windowed, linears)
-            if kind not in kinds:
-                kinds[kind] = _layer_structure(job, shared, kind)
-            layers.setdefault((kinds[kind], is_decoder), Counter())[stage] += 1
-    return JobBlocks(
-        embedding=_embedding_structure(job, shared),
-        head=_head_structure(job, shared),
-        optimizer=_optimizer_structure(job, shared),
-        layers=layers,
-        sizes={is_decoder: block_sizes(job, layout, is_decoder) for is_decoder in (False, True)},
-    )
-
-
-def _shared_structure(job: TrainingJob, layout: RankLayout) -> BlockStructure:
-    """What all blocks of a job have in common."""
-    model, policy = job.model, job.precision
-    tensor = layout.tensor > 1
-    compute, params = policy.compute, policy.params or "fp32"
-    autocast = compute in ("fp16", "bf16") and params == "fp32"
-    grad_accum = policy.grad_accum or params
-    return BlockStructure(
-        block="layer",
-        normalization=model.normalization,
-        norm_affine=model.norm_affine,
-        norm_bias=model.bias if model.norm_bias is None else model.norm_bias,
-        norm_after=model.architecture == "encoder",
-        dropout=model.dropout > 0,
-        tensor=tensor,
-        sequence_parallel=tensor and bool(job.parallel.sequence_parallel),
-        compute=compute,
-        params=params,
-        grad_accum=grad_accum,
-        autocast=autocast,
-        accumulate=layout.num_microbatches > 1 or (grad_accum != params and not autocast),
-        fused=has_fused_kernels(job),
-    )
-
-
-def _linear_formats(job: TrainingJob, index: int) -> tuple[tuple[str, LinearFormat], ...]:
-    """The quantised linears of one layer: the policy's format, the outer layers' exception, then the overrides."""
-    policy, model = job.precision, job.model
-    if policy.linear == "same" and not policy.overrides:
-        return ()
-    last = model.encoder_layers + model.decoder_layers - policy.high_precision_layers.last
-    is_outer = index < policy.high_precision_layers.first or index >= last
-    default: LinearFormat = "same" if is_outer else policy.linear
-    formats: dict[str, LinearFormat] = {}
-    groups = {"attention": _ATTENTION_LINEARS, "cross_attention": _CROSS_LINEARS, "mlp": _FEED_FORWARD_LINEARS}
-    for module, names in {**groups, "mlp.": _EXPERT_LINEARS}.items():
-        for name in names:
-            fmt = default
-            for override in policy.overrides:
-                if fnmatchcase(f"layers.{index}.{module.rstrip('.')}.{name}", override.modules):
-                    fmt = override.linear
-            if fmt != "same":
-                formats[name] = fmt
-    return tuple(sorted(formats.items()))
-
-
-def _layer_structure(job: TrainingJob, shared: BlockStructure, kind: tuple[object, ...]) -> BlockStructure:
-    is_decoder, recompute, dense, windowed, linears = kind
-    model, plan, policy = job.model, job.parallel, job.precision
-    attention: Literal["multi_head", "latent", "latent_compressed_queries"] = "multi_head"
-    if model.mla:
-        attention = "latent_compressed_queries" if model.mla.q_lora_rank else "latent"
-    cross = bool(is_decoder) and model.architecture == "encoder_decoder"
-    positions = model.position_embedding if model.position_embedding != "learned" else "none"
-    names = {*_ATTENTION_LINEARS[:5]} if attention == "multi_head" else {*_ATTENTION_LINEARS[4:]}
-    names |= {*_CROSS_LINEARS} if cross else set()
-    has_shared = model.moe is not None and model.moe.shared_width > 0
-    names |= {*_FEED_FORWARD_LINEARS} if dense else {n for n in _EXPERT_LINEARS if has_shared or "shared" not in n}
-    kernel = attention_kernel(job)
-    is_gated = model.is_gated
-    names -= {"q", "k", "v", "gate", "up", "shared_gate", "shared_up"} if shared.fused else {"qkv"}
-    if not shared.fused:
-        names -= {"fc1", "shared_fc1"} if is_gated else {"gate", "up", "shared_gate", "shared_up"}
-    return dataclasses.replace(
-        shared,
-        activation=model.activation,
-        bias=model.bias,
-        qkv_bias=model.bias if model.qkv_bias is None else model.qkv_bias,
-        position_embedding="none" if attention != "multi_head" else positions,
-        causal=bool(is_decoder) and model.is_causal,
-        windowed=bool(windowed),
-        qk_norm=model.qk_norm_over if model.qk_norm and attention == "multi_head" else "none",
-        post_norm=model.post_norm,
-        parallel_block=model.parallel_block,
-        attention=attention,
-        cross_attention=cross,
-        feed_forward="dense" if dense else "experts",
-        shared_experts=not dense and has_shared,
-        context=plan.context > 1,
-        expert=not dense and plan.expert > 1,
-        expert_tensor=not dense and plan.expert_tensor > 1,
-        attention_format=policy.attention or "fp32",
-        linears=tuple((name, fmt) for name, fmt in linears if name in names),  # type: ignore[attr-defined]
-        grouped_queries=kernel == "unfused" and attention == "multi_head" and _heads_per_group(job) > 1,
-        kernel=kernel,
-        recompute=recompute,  # type: ignore[arg-type]
-    )
-
-
-def _heads_per_group(job: TrainingJob) -> float:
-    """Query heads per key-value head on a rank; below one group a rank the ranks keep copies of it."""
-    groups = max(1.0, job.model.num_query_groups / job.parallel.tensor)
-    return job.model.num_attention_heads / job.parallel.tensor / groups
-
-
-def _embedding_structure(job: TrainingJob, shared: BlockStructure) -> BlockStructure:
-    model = job.model
-    positions = "learned" if model.position_embedding == "learned" else "none"
-    return dataclasses.replace(
-        shared,
-        block="embedding",
-        position_embedding=positions,
-        token_types=model.num_token_types > 0,
-        norm_affine=shared.norm_affine if shared.norm_after else True,
-        norm_bias=shared.norm_bias if shared.norm_after else True,
-        normalization=shared.normalization if shared.norm_after else "layernorm",
-    )
-
-
-def _head_structure(job: TrainingJob, shared: BlockStructure) -> BlockStructure:
-    return dataclasses.replace(
-        shared,
-        block="head",
-        dropout=False,
-        mlm_head=job.model.mlm_head,
-        lm_head=job.precision.lm_head or job.precision.compute,
-    )
-
-
-def _optimizer_structure(job: TrainingJob, shared: BlockStructure) -> BlockStructure | None:
-    if job.optimizer.name == "none":
-        return None
-    policy = job.precision
-    return BlockStructure(
-        block="optimizer",
-        optimizer=job.optimizer.name,
-        params=shared.params,
-        main_params=policy.main_params or "none",
-        grad_accum=shared.grad_accum,
-        optimizer_state=policy.optimizer_state,
-        loss_scaling=policy.loss_scaling,
-        accumulate=shared.accumulate,
-    )
-
-
-def block_sizes(job: TrainingJob, layout: RankLayout, is_decoder: bool) -> dict[str, float]:
-    """A job's value of every name in :mod:`symbols`, on one rank of one stack (encoder or decoder)."""
-    model, batch = job.model, job.batch
-    tensor, context = layout.tensor, layout.context
-    length = batch.seq_length
-    if model.architecture == "encoder_decoder" and is_decoder:
-        length = batch.target_seq_length or batch.seq_length
-    positions = length / context
-    groups = max(1.0, model.num_query_groups / tensor)
-    per_group = _heads_per_group(job)
-    sizes = {
-        "b": batch.micro_batch_size, "s": positions, "z": positions / tensor, "t": tensor, "c": context,
-        "m": batch.seq_length / context, "o": batch.seq_length / context / tensor,
-        "h": model.hidden_size, "g": groups, "r": per_group, "u": per_group + 2, "d": model.head_dim,
-        "f": model.ffn_hidden_size / tensor, "v": -(-model.vocab_size // tensor),
-        "p": model.max_position_embeddings or batch.seq_length, "y": max(1, model.num_token_types),
-        "w": min(model.window or length, length),
-    }  # fmt: skip
-    if model.moe:
-        moe = model.moe
-        local = moe.num_experts / layout.expert
-        rows = batch.micro_batch_size * (positions / tensor if job.parallel.sequence_parallel else positions)
-        arriving = rows * moe.top_k * (moe.capacity_factor or 1.0)
-        sizes |= {
-            "e": local, "x": layout.expert, "k": moe.top_k, "n": max(1.0, arriving / local),
-            "a": moe.expert_ffn_hidden_size / layout.expert_tensor, "i": max(1.0, moe.shared_width / tensor),
-        }  # fmt: skip
-    if model.mla:
-        mla = model.mla
-        nope, rotary, value = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim
-        sizes |= {
-            "g": model.num_attention_heads / tensor, "r": 1.0, "u": 3.0, "q": mla.q_lora_rank or 1,
-            "l": mla.kv_lora_rank, "j": rotary / 2, "D": nope, "E": nope + rotary, "V": value / 2, "B": nope + value,
-            "L": mla.kv_lora_rank + rotary,
-        }  # fmt: skip
-    return {name: float(value) for name, value in sizes.items()}
 
 
 @dataclass(frozen=True)
@@ -292,7 +54,7 @@ def bind(stored: StoredTemplate, sizes: Mapping[str, float], prefix: str, groups
             flops *= visible_fraction(shape[3], shape[4], shape[6], kernel["causal"])
         axis = kernel["axis"]
         node = OpNode(
-            kernel["kind"], kernel["op"], f"{prefix}.{kernel['module']}", kernel["phase"], shape, kernel["in"],
+            kernel["kind"], kernel["op"], _module(prefix, kernel["module"]), kernel["phase"], shape, kernel["in"],
             kernel["out"], kernel["acc"], axis, groups[axis] if axis else 1, kernel["per"], flops, read, written,
             message, kernel["launches"],
         )  # fmt: skip
@@ -554,10 +316,10 @@ class _GraphBuilder:
         hidden = float(self.job.model.hidden_size)
         if self.blocks.optimizer.optimizer == "muon":
             elements /= hidden * hidden
-        block = bind(template(self.blocks.optimizer), {"N": elements, "h": hidden}, "", {})
+        block = bind(template(self.blocks.optimizer), {"N": elements, "h": hidden}, "optimizer", {})
         start = len(self.nodes)
         for node in block.nodes:
-            self.nodes.append(dataclasses.replace(node, module=node.module.lstrip("."), per="iteration"))
+            self.nodes.append(dataclasses.replace(node, per="iteration"))
             self.repeats.append(repeats)
         self.edges |= {(start + a, start + b): kind for a, b, kind in block.edges}  # type: ignore[misc]
         return start, len(self.nodes) - 1
@@ -574,6 +336,11 @@ class _GraphBuilder:
         node = self._send(message, elements, repeats)
         for block, start in (embedding, head):
             self.edges |= {(start + i, node): "communication" for i in block.ports["weight_gradient"]}
+
+
+def _module(block: str, module: str) -> str:
+    """The module path of a kernel; the embedding, the head and the optimizer name themselves."""
+    return module if module.partition(".")[0] == block else f"{block}.{module}"
 
 
 def _stored(fmt: str) -> str:

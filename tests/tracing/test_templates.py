@@ -6,12 +6,13 @@ import pytest
 
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.block import record_block
+from dataset_builder.tracing.job_blocks import job_blocks
 from dataset_builder.tracing.kernels import reduce_recording
 from dataset_builder.tracing.layout import rank_layout
 from dataset_builder.tracing.structure import BlockStructure
 from dataset_builder.tracing.symbols import constant
 from dataset_builder.tracing.templates import _index, _shipped, from_json, to_json, trace_structure, write_archive
-from dataset_builder.tracing.trace import bind, job_blocks
+from dataset_builder.tracing.trace import bind
 
 GROUPS = {"tensor": 4, "context": 2, "expert": 2, "data": 8, "pipeline": 1}
 BATCH = {"seq_length": 2048, "micro_batch_size": 2, "global_batch_size": 64}
@@ -98,6 +99,17 @@ def test_fake_tracing_is_what_really_runs(fields, block):
 
 def _what(op):
     return op.name, op.phase, op.scope, [(r.shape, r.fmt) for r in op.inputs], [(r.shape, r.fmt) for r in op.outputs]
+
+
+def test_the_callers_gradient_mode_does_not_matter():
+    import torch
+
+    structure = BlockStructure("head", lm_head="fp32")
+    expected = trace_structure(structure)
+    with torch.inference_mode():
+        assert trace_structure(structure) == expected
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert trace_structure(structure) == expected
 
 
 def test_shipped_templates_are_what_tracing_gives_now():

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataset_builder.job.flops import model_flops_per_sequence
 from dataset_builder.job.model import num_parameters
 from dataset_builder.job.presets import preset_names
-from dataset_builder.job.schema import TrainingJob
+from dataset_builder.job.schema import TrainingJob, attention_kernel
 from dataset_builder.tracing.graph import COLLECTIVES, KINDS
 from dataset_builder.tracing.trace import build_graph
 
@@ -39,6 +40,23 @@ def test_traced_parameters_are_the_models(name):
     job = TrainingJob.parse({**BASE, "model": {"preset": name}, "cluster": one_gpu}).resolved()
     (stage,) = build_graph(job).stages
     assert stage.num_parameters == num_parameters(job.model)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_traced_flops_are_the_models(name):
+    """GEMMs and attention add up to the model's FLOPs, but for the scores that flash attention computes again."""
+    one_gpu = {"gpu": "H100-SXM5-80GB", "num_nodes": 1, "gpus_per_node": 1}
+    job = TrainingJob.parse({**BASE, "model": {"preset": name}, "cluster": one_gpu}).resolved()
+    found = build_graph(job)
+    again = sum(
+        n.flops * c / 5
+        for n, c in zip(found.nodes, found.repeats[0], strict=True)
+        if n.kind == "attention" and n.phase == "backward"
+    )
+    # unfused attention computes the masked half of the scores as well
+    whole = attention_kernel(job) == "unfused"
+    expected = model_flops_per_sequence(job.model, 2048, job.batch.target_seq_length, whole_causal=whole)
+    assert total(found, "flops", "gemm", "grouped_gemm", "attention") - again == pytest.approx(expected, rel=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +226,7 @@ def test_gradient_and_parameter_messages_have_their_formats():
 def test_405b_on_1024_gpus_traces_within_a_gigabyte():
     program = """
 import resource
-from dataset_builder.job.schema import TrainingJob
+from dataset_builder.job.schema import TrainingJob, attention_kernel
 from dataset_builder.tracing import templates
 templates._index = lambda: {}  # trace, do not load
 from dataset_builder.tracing.trace import build_graph
@@ -228,7 +246,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 def test_binding_a_shipped_template_does_not_import_torch():
     program = """
 import sys
-from dataset_builder.job.schema import TrainingJob
+from dataset_builder.job.schema import TrainingJob, attention_kernel
 from dataset_builder.tracing.trace import build_graph
 build_graph(TrainingJob.parse({"model": {"preset": "llama3-8b"},
     "batch": {"seq_length": 8192, "micro_batch_size": 1, "global_batch_size": 64},

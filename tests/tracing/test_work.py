@@ -89,3 +89,13 @@ def test_attention_flops_are_those_of_torchs_formula():
     assert forward == sdpa_flop_count(shape, shape, shape)
     assert backward == sdpa_backward_flop_count(shape, shape, shape, shape)
     assert math.isclose(backward / forward, 2.5)
+
+
+@pytest.mark.parametrize(("recompute", "per_token"), [("none", 34 + 5 * 64 * 2048 / 6144), ("selective", 34)])
+def test_saved_activations_are_the_published_formula(recompute, per_token):
+    """Korthikanti et al. (arXiv 2205.05198), equation 1: s b h (34 + 5 a s / h) bytes a layer, GPT in 16 bit."""
+    fp16 = {"compute": "fp16", "params": "fp16", "grad_accum": "fp16", "attention_format": "fp16"}
+    structure = BlockStructure("layer", dropout=True, kernel="unfused", recompute=recompute, accumulate=True, **fp16)
+    sizes = {**SIZES, "b": 1, "s": 2048, "z": 2048, "h": 6144, "g": 64, "d": 96, "f": 4 * 6144}
+    template = reduce_recording(record_block(structure, sizes), lambda d: constant(float(d)))
+    assert template.saved_bytes.value({}) / (2048 * 6144) == pytest.approx(per_token, rel=1e-3)
