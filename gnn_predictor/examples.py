@@ -35,7 +35,7 @@ class Examples:
 
 def load_examples(corpus: Corpus, max_runs: int | None, max_operators: int | None) -> Examples:
     """Features of a corpus; with a maximum, an even and reproducible choice of its rows."""
-    usable = [run for run in corpus.runs if run.job is not None]
+    usable = [run for run in corpus.runs if run.job is not None and run.is_timed]
     measurements = _spread_out(usable, max_runs)
     graphs, reference = [], []
     for run in measurements:

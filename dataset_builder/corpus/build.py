@@ -105,7 +105,10 @@ def build_corpus(
     started = time.monotonic()
     measured = read_runs(runs or shipped_table("runs.parquet"))
     skipped = [("runs", run.run_id, run.reason) for run in measured if run.job is None]
-    kept, graph_of, graphs = _trace([run for run in measured if run.job is not None], skipped)
+    skipped += [
+        ("runs", run.run_id, "iter_time_s: no time to learn") for run in measured if run.job and not run.is_timed
+    ]
+    kept, graph_of, graphs = _trace([run for run in measured if run.job and run.is_timed], skipped)
     _say(f"{len(kept)} of {len(measured)} runs have a graph ({len(graphs)} distinct), {_since(started)}")
     operators, reasons = read_ops(ops or shipped_table("ops.parquet"))
     skipped += [("ops", *reason.split(": ", 1)) for reason in reasons]  # type: ignore[misc]

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -20,7 +21,8 @@ from typing import Any
 import pandas as pd
 
 from dataset_builder.corpus.operators import OperatorError, OperatorRow, operator_node
-from dataset_builder.corpus.run_jobs import JOB_COLUMNS, REQUIRED_COLUMNS, RowError, job_mapping
+from dataset_builder.corpus.run_jobs import JOB_COLUMNS, REQUIRED_COLUMNS, SIZE_COLUMNS, RowError, job_mapping
+from dataset_builder.corpus.spellings import precision_name
 from dataset_builder.job.errors import JobError
 from dataset_builder.job.hardware import DeviceSpec
 from dataset_builder.job.schema import TrainingJob
@@ -36,7 +38,10 @@ LABEL_COLUMNS = (
 
 @dataclass(frozen=True)
 class RunMeasurement:
-    """One measured training run. ``job`` is ``None`` when the row describes none, and ``reason`` says why."""
+    """One measured training run. ``job`` is ``None`` when the row describes none, and ``reason`` says why.
+
+    ``iter_time_s`` is NaN where the table has no time: such a row can be predicted, not learnt from (``is_timed``).
+    """
 
     run_id: str
     source_id: str
@@ -49,6 +54,11 @@ class RunMeasurement:
     job: TrainingJob | None
     reason: str
     assumed: tuple[str, ...]
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the row has a label."""
+        return math.isfinite(self.iter_time_s) and self.iter_time_s > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +98,7 @@ def read_table(path: str | Path) -> pd.DataFrame:
 def read_runs(path: str | Path) -> list[RunMeasurement]:
     """Every row of a runs table, in order; raises JobError when columns that every job needs are missing."""
     table = read_table(path)
-    missing = [column for column in (*REQUIRED_COLUMNS, "iter_time_s") if column not in table.columns]
-    if missing:
+    if missing := _missing_columns(table):
         raise JobError([f"column {column!r} is missing" for column in missing], source=str(path))
     table = table.drop(columns=[column for column in LABEL_COLUMNS if column in table.columns])
     columns = [str(column) for column in table.columns]
@@ -97,18 +106,25 @@ def read_runs(path: str | Path) -> list[RunMeasurement]:
     return [_run(dict(zip(columns, row, strict=True)), number) for number, row in enumerate(rows)]
 
 
+def _missing_columns(table: pd.DataFrame) -> list[str]:
+    """Columns without which no row can be a job; others can stand for some of them."""
+    columns = set(table.columns)
+    replaced = SIZE_COLUMNS if "model_name" in columns else ()
+    if {"micro_batch", "grad_accum"} <= columns:
+        replaced = (*replaced, "global_batch")
+    return [column for column in REQUIRED_COLUMNS if column not in columns and column not in replaced]
+
+
 def _run(row: Mapping[str, Any], number: int) -> RunMeasurement:
     inputs = {column: row.get(column) for column in JOB_COLUMNS}
     job, reason, assumed = build_job(inputs)
     text = {key: _text(row.get(key)) for key in ("run_id", "source_id", "gpu", "precision", "arch", "job_group")}
     iter_time_s = _number(row.get("iter_time_s"))
-    if job is not None and not (iter_time_s and iter_time_s > 0):
-        job, reason = None, f"iter_time_s: {row.get('iter_time_s')} is not a time"
     return RunMeasurement(
         run_id=text["run_id"] or f"row-{number}",
         source_id=text["source_id"] or "unknown",
-        gpu=text["gpu"],
-        precision=text["precision"],
+        gpu=job.cluster.gpu.name if job else text["gpu"],
+        precision=precision_name(text["precision"]) or text["precision"] or "not stated",
         architecture=text["arch"] or "unknown",
         job_group=text["job_group"] or job_group(inputs),
         iter_time_s=iter_time_s if iter_time_s is not None else float("nan"),
@@ -184,7 +200,7 @@ def read_ops(path: str | Path, sources: Iterable[str] | None = None) -> tuple[li
 
 
 def _text(value: Any) -> str:
-    return "" if value is None or value != value else str(value).strip()
+    return "" if value is None or value != value or str(value) in ("None", "nan") else str(value).strip()
 
 
 def _number(value: Any) -> float | None:

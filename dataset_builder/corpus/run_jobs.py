@@ -13,11 +13,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataset_builder.job.hardware import canonical_device, device, link_names
+from dataset_builder.corpus.spellings import (
+    architecture_name,
+    cell_text,
+    precision_name,
+    recompute_name,
+    sharding_name,
+    shipped_model,
+    size_columns,
+)
+from dataset_builder.job.hardware import DeviceSpec, canonical_device, canonical_link, device
+from dataset_builder.job.precision import PRECISION_PRESETS
 
-REQUIRED_COLUMNS = ("gpu", "num_gpus", "layers", "hidden", "heads", "vocab", "seq_len", "global_batch", "precision")
+REQUIRED_COLUMNS = ("gpu", "num_gpus", "layers", "hidden", "heads", "vocab", "seq_len", "global_batch")
+"""Without these there is no job; a shipped ``model_name`` stands for the sizes."""
+SIZE_COLUMNS = ("layers", "hidden", "heads", "vocab")
 OPTIONAL_COLUMNS = (
-    "source_id", "source_date", "framework", "gpus_per_node", "intra_node", "inter_node", "model_name", "arch",
+    "precision", "source_id", "source_date", "framework", "gpus_per_node", "intra_node", "inter_node", "model_name",
+    "arch",
     "ffn_hidden", "kv_heads", "head_dim", "num_experts", "top_k", "gated_mlp", "tied_embeddings", "tp", "pp", "dp",
     "cp", "ep", "vpp", "sequence_parallel", "sharding", "micro_batch", "grad_accum", "precision_detail", "act_ckpt",
     "attention", "compile", "optimizer", "notes",
@@ -39,14 +52,15 @@ class FrameworkDefaults:
     sharding: str
     fused_kernels: bool
     dropout: float
-    attention: str | None = None
+    attention: str | None = None  # assumed where a row leaves it blank
     recompute: str = "none"
     overlap: bool = True
     micro_batch: str = "one"  # one | unaccumulated
 
 
 FRAMEWORKS: dict[str, FrameworkDefaults] = {
-    # megatron-lm: plain command line defaults (arguments.py): no overlap, no distributed optimizer, dropout 0.1
+    # megatron-lm: plain command line defaults (arguments.py): no overlap, no distributed optimizer, dropout 0.1;
+    # tuned rows (JobRow.is_tuned) overlap and use sequence parallel
     "megatron-lm": FrameworkDefaults(True, False, "none", True, 0.1, overlap=False),
     "megatron-deepspeed": FrameworkDefaults(True, False, "none", True, 0.1, "unfused", overlap=False),
     # NeMo and Megatron Bridge recipes: distributed optimizer with overlap, sequence parallel with tensor parallel
@@ -60,7 +74,7 @@ FRAMEWORKS: dict[str, FrameworkDefaults] = {
     "paddle": FrameworkDefaults(False, False, "none", False, 0.1, "unfused", micro_batch="unaccumulated"),
     "jax": FrameworkDefaults(False, False, "none", True, 0.0, micro_batch="unaccumulated"),
     # submissions tuned by hand: fused kernels throughout, no accumulation
-    "mlperf": FrameworkDefaults(True, False, "none", True, 0.1, "flash", micro_batch="unaccumulated"),
+    "mlperf": FrameworkDefaults(True, True, "none", True, 0.1, "flash", micro_batch="unaccumulated"),
 }
 _FRAMEWORK_WORDS = (
     ("megatron-bridge", "megatron-bridge"), ("megatron-deepspeed", "megatron-deepspeed"), ("megatron", "megatron-lm"),
@@ -102,7 +116,8 @@ _LINEAR_WORDS = (
     ("blockwise", "fp8_blockwise"), ("block scaling", "fp8_blockwise"), ("tensorwise", "fp8_tensorwise"),
     ("current", "fp8_current"), ("rowwise", "fp8_rowwise"), ("delayed", "fp8_delayed"),
 )  # fmt: skip
-_NO_VALUE = ("", "nan", "<na>")
+_MEGATRON_FAMILY = ("megatron-lm", "megatron-bridge", "nemo", "mlperf")
+_SEQUENCE_PARALLEL_SINCE = "2022-05"  # arXiv 2205.05198
 TRAINING_BYTES_PER_PARAMETER = 18.0  # 16-bit weight and fp32 gradient, master weight and two moments (arXiv 1910.02054)
 FROZEN_BYTES_PER_PARAMETER = 2.5
 
@@ -121,20 +136,48 @@ class JobRow:
         self.detail_flags = dict(re.findall(r"(\w+)=([^,\s]*)", self.detail))
         self.framework = canonical_framework(self.text("framework"), self.text("source_id"))
         self.defaults = FRAMEWORKS[self.framework or "pytorch"]
-        self.arch = self.text("arch") or ("llama" if self.flag("gated_mlp") else "gpt")
+        self.date = (self.text("source_date") or "")[:7]
+        self.shipped = shipped_model(self.values) or {}
+        self._fill_shipped_sizes()
+        self.arch = self._architecture()
         self.model_name = self.text("model_name") or self.arch
 
+    def _fill_shipped_sizes(self) -> None:
+        columns = size_columns(self.shipped) if self.shipped else {}
+        blank = {column: value for column, value in columns.items() if self.text(column) is None}
+        if any(column in (*SIZE_COLUMNS, "ffn_hidden", "kv_heads", "num_experts") for column in blank):
+            self.values = {**self.values, **blank}
+            self.assume(f"model: {', '.join(blank)} not stated, those of {self.shipped['name']} taken")
+        else:
+            self.shipped = {}
+
+    def _architecture(self) -> str:
+        stated = (self.text("arch") or "").lower()
+        if stated in ARCHITECTURES:
+            return stated
+        guessed = "moe" if self.count("num_experts") else "llama" if self.flag("gated_mlp") else "gpt"
+        name = architecture_name(stated) or architecture_name(self.text("model_name") or "") or guessed
+        if stated:
+            self.assume(f"arch: {stated!r} is none of the table's, {name} taken")
+        return name
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether the row comes from those who tune the framework; tests of Megatron-LM say what they set."""
+        if self.text("source_id") == "megatron-golden":
+            return False
+        recent = self.framework == "megatron-lm" and self.date[:4] >= "2023"
+        return recent or self.framework in ("nemo", "megatron-bridge", "mlperf")
+
     def text(self, column: str) -> str | None:
-        value = self.values.get(column)
-        cleaned = "" if value is None else str(value).strip()
-        return None if cleaned.lower() in _NO_VALUE else cleaned
+        return cell_text(self.values.get(column), column)
 
     def number(self, column: str) -> float | None:
         text = self.text(column)
         if text is None:
             return None
         try:
-            value = float({"true": "1", "false": "0"}.get(text.lower(), text))
+            value = float({"true": "1", "false": "0"}.get(text.lower(), text.replace(",", "")))
         except ValueError:
             raise RowError(f"{column}: {text!r} is not a number") from None
         return value if math.isfinite(value) else None
@@ -200,17 +243,17 @@ def job_mapping(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, .
 
 def _check_present(row: JobRow) -> None:
     missing = [column for column in REQUIRED_COLUMNS if row.text(column) is None]
+    if "global_batch" in missing and row.count("micro_batch") and row.count("grad_accum"):
+        missing.remove("global_batch")
     if missing:
         raise RowError(f"missing: {', '.join(missing)}")
 
 
 def _cluster(row: JobRow) -> dict[str, Any]:
     num_gpus = row.need("num_gpus")
-    gpu = row.text("gpu") or ""
-    try:
-        gpu = canonical_device(gpu)
-    except KeyError:
-        raise RowError(f"gpu: {gpu!r} is not in the device catalogue") from None
+    gpu = _device(row).name
+    if gpu.lower() != (row.text("gpu") or "").lower():
+        row.assume(f"gpu: {row.text('gpu')!r} is taken as {gpu}")
     per_node = row.count("gpus_per_node") or 8
     if num_gpus <= per_node:
         per_node = num_gpus
@@ -219,22 +262,38 @@ def _cluster(row: JobRow) -> dict[str, Any]:
         row.assume(f"gpus_per_node: {num_gpus} GPUs on nodes of {per_node} taken as {usable} a node")
         per_node = usable
     cluster: dict[str, Any] = {"gpu": gpu, "num_nodes": num_gpus // per_node, "gpus_per_node": per_node}
-    links = link_names()
     for tier, crossed in (("intra_node", per_node > 1), ("inter_node", num_gpus > per_node)):
-        name = _LINK_ALIASES.get(row.text(tier) or "none", row.text(tier) or "none")
-        if crossed and name in links and name not in ("none", "unknown"):
+        if crossed and (name := _link(row.text(tier))):
             cluster[tier] = name
         elif crossed:
             row.assume(f"{tier}: {row.text(tier) or 'not stated'}, the device's usual link was taken")
     return cluster
 
 
-_LINK_ALIASES = {"nvl72": "nvlink5-nvl72", "nvl72 (assumed)": "nvlink5-nvl72", "pcie": "pcie3"}
+_LINK_FAMILIES = ("none", "unknown", "nvlink", "nvswitch", "xgmi", "pcie", "ib", "roce", "efa")  # of no one generation
+
+
+def _device(row: JobRow) -> DeviceSpec:
+    gpu = row.text("gpu") or ""
+    try:
+        return device(canonical_device(gpu))
+    except KeyError as error:
+        near = f"; the nearest are {error.args[0]}" if error.args[0] else ""
+        raise RowError(f"gpu: {gpu!r} is not in the device catalogue{near}") from None
+
+
+def _link(stated: str | None) -> str | None:
+    """The catalogue's name; ``None`` where nothing, or only the family of the link, is stated."""
+    if stated is None or stated.lower() in _LINK_FAMILIES:
+        return None
+    try:
+        name = canonical_link(stated)
+    except KeyError:
+        return None
+    return "nvlink5-nvl72" if name == "nvl72" else name
 
 
 def _model(row: JobRow) -> dict[str, Any]:
-    if row.arch not in ARCHITECTURES:
-        raise RowError(f"arch: {row.arch!r} is none of {', '.join(ARCHITECTURES)}")
     kind = ARCHITECTURES[row.arch]
     gated = row.flag("gated_mlp")
     if gated is None:
@@ -267,6 +326,7 @@ def _model(row: JobRow) -> dict[str, Any]:
     if row.count("num_experts"):
         _experts(row, model)
     _named_details(row, model)
+    _shipped_details(row, model)
     _approximations(row, model)
     return model
 
@@ -347,6 +407,25 @@ def _named_details(row: JobRow, model: dict[str, Any]) -> None:
         model["qkv_bias"] = True
 
 
+_SHIPPED_DETAILS = (
+    "mla", "attention", "window", "full_attention_every", "qk_norm", "qk_norm_over", "qkv_bias", "post_norm",
+    "parallel_block",
+)  # fmt: skip
+_SHIPPED_KIND = ("activation", "normalization", "position_embedding", "bias")
+
+
+def _shipped_details(row: JobRow, model: dict[str, Any]) -> None:
+    """What no column says, of a shipped model whose sizes were taken."""
+    shipped = row.shipped
+    model |= {key: shipped[key] for key in _SHIPPED_DETAILS if key in shipped and key not in model}
+    if row.text("arch") is None:
+        model |= {key: shipped[key] for key in _SHIPPED_KIND if key in shipped}
+    if "moe" in shipped and "moe" in model:
+        model["moe"] = {**shipped["moe"], **model["moe"]}
+        if "ffn_hidden_size" in shipped:
+            model["ffn_hidden_size"] = shipped["ffn_hidden_size"]
+
+
 def _approximations(row: JobRow, model: dict[str, Any]) -> None:
     if row.arch.startswith("hybrid-mamba"):
         model["num_layers"] = max(1, model["num_layers"] // 2)
@@ -401,7 +480,7 @@ def _parallel(row: JobRow, model: dict[str, Any], cluster: dict[str, Any]) -> di
 
 def _guess_layout(row: JobRow, model: dict[str, Any], cluster: dict[str, Any]) -> tuple[int, int]:
     """The smallest tensor x pipeline size whose weights and optimizer fit, in the order a practitioner would try."""
-    num_gpus, batch = row.need("num_gpus"), row.need("global_batch")
+    num_gpus, batch = row.need("num_gpus"), row.count("global_batch")
     per_parameter = FROZEN_BYTES_PER_PARAMETER if _is_frozen(row) else TRAINING_BYTES_PER_PARAMETER
     weights = 12 if model["activation"] == "gelu" else 13  # 12 h^2 a layer; grouped queries and swiglu come near it
     needed_bytes = weights * model["num_layers"] * float(model["hidden_size"]) ** 2 * per_parameter
@@ -414,7 +493,7 @@ def _guess_layout(row: JobRow, model: dict[str, Any], cluster: dict[str, Any]) -
         for tensor, pipeline in candidates:
             divides = tensor <= cluster["gpus_per_node"] and model["num_attention_heads"] % tensor == 0
             divides = divides and num_gpus % (tensor * pipeline) == 0 and model["num_layers"] % pipeline == 0
-            divides = divides and batch % (num_gpus // (tensor * pipeline)) == 0
+            divides = divides and (batch is None or batch % (num_gpus // (tensor * pipeline)) == 0)
             if divides and needed_bytes / (tensor * pipeline) <= share * memory_bytes:
                 row.assume(f"parallel: not stated, tensor {tensor} x pipeline {pipeline}, the smallest that fits")
                 return tensor, pipeline
@@ -433,25 +512,35 @@ def _sequence_parallel(row: JobRow, tensor: int) -> bool:
     stated = row.flag("sequence_parallel")
     if tensor == 1:
         return False
-    if stated is None:
-        row.assume(f"sequence_parallel: not stated, {row.defaults.sequence_parallel} as {row.framework} does")
-        return row.defaults.sequence_parallel
-    return stated
+    if stated is not None:
+        return stated
+    if row.count("num_experts") and row.framework in _MEGATRON_FAMILY:
+        row.assume("sequence_parallel: not stated, True, which experts under tensor parallel require in Megatron")
+        return True
+    value = row.defaults.sequence_parallel or row.is_tuned
+    if row.date and row.date < _SEQUENCE_PARALLEL_SINCE:
+        value = False
+    row.assume(f"sequence_parallel: not stated, {value} as {row.framework} rows of that time do")
+    return value
 
 
 def _sharding(row: JobRow) -> dict[str, Any]:
-    sharding = row.text("sharding")
+    stated = row.text("sharding")
+    sharding = sharding_name(stated) if stated else None
     group = re.search(r"shard group (\d+)", row.notes)
     if group and 1 < int(group[1]) < row.need("num_gpus"):
         return {"sharding": "hsdp", "shard_size": int(group[1])}
+    within = re.search(r"zero1 within (\d+) GPUs", row.notes)
+    if within and sharding == "zero1":
+        row.assume(f"sharding: zero1 within {within[1]} GPUs in the source, over all data-parallel ranks taken")
     if sharding is None:
-        row.assume(f"sharding: not stated, {row.defaults.sharding} as {row.framework} does")
+        row.assume(f"sharding: {stated or 'not stated'}, {row.defaults.sharding} as {row.framework} does")
         sharding = row.defaults.sharding
-    return {"sharding": "zero3" if sharding == "fsdp" else sharding}
+    return {"sharding": sharding}
 
 
 def _overlap(row: JobRow) -> dict[str, bool]:
-    default = row.defaults.overlap
+    default = row.defaults.overlap or row.is_tuned
     tensor = row.flags.get("tp_comm_overlap") == "1"
     if row.text("source_id") == "megatron-golden":
         return {
@@ -466,7 +555,8 @@ def _overlap(row: JobRow) -> dict[str, bool]:
 
 
 def _recompute(row: JobRow) -> Any:
-    stated = row.text("act_ckpt")
+    cell = row.text("act_ckpt")
+    stated = recompute_name(cell) if cell else None
     modules = row.flags.get("recompute_modules")
     if stated == "selective" and modules and "core_attn" not in modules:
         row.assume(f"recompute: only {modules}, cheap operators: none taken")
@@ -477,12 +567,12 @@ def _recompute(row: JobRow) -> Any:
         # a convention such as "hardware FLOPs incl. full recompute" says the same of the run itself
         if word in row.notes and "fused in TE/flash" not in row.notes:
             return mode
-    row.assume(f"recompute: not stated, {row.defaults.recompute} taken")
+    row.assume(f"recompute: {cell or 'not stated'}, {row.defaults.recompute} taken")
     return row.defaults.recompute
 
 
 def _batch(row: JobRow, model: dict[str, Any], data: int) -> dict[str, Any]:
-    global_batch, seq_length = row.need("global_batch"), row.need("seq_len")
+    global_batch, seq_length = _global_batch(row, data), row.need("seq_len")
     if re.search(r"unpadded|packed variable-length", row.notes):
         seq_length = max(1, seq_length // 2)
         row.assume(f"seq_length: variable-length samples without padding, the mean of {seq_length} taken")
@@ -504,6 +594,14 @@ def _batch(row: JobRow, model: dict[str, Any], data: int) -> dict[str, Any]:
     if model["architecture"] == "encoder_decoder":
         batch["target_seq_length"] = _target_length(row, seq_length)
     return batch
+
+
+def _global_batch(row: JobRow, data: int) -> int:
+    if row.text("global_batch") is not None:
+        return row.need("global_batch")
+    total = row.need("micro_batch") * row.need("grad_accum") * data
+    row.assume(f"global_batch: not stated, micro_batch x grad_accum x {data} = {total} taken")
+    return total
 
 
 def _nearest_divisor(total: int, wanted: int) -> int:
@@ -528,6 +626,8 @@ def _pipeline_split(row: JobRow, model: dict[str, Any], parallel: dict[str, Any]
         return
     layers = model["num_layers"] + model.get("num_encoder_layers", 0)
     slots = stages * chunks
+    if slots > layers + 2:
+        raise RowError(f"pp {stages} x vpp {chunks} = {slots} model chunks are more than the {layers} layers can fill")
     first, last = (row.note_count(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
     if first and last and stages > 2 and chunks == 1:
         parallel["layers_per_stage"] = [first, *_even(layers - first - last, stages - 2), last]
@@ -546,8 +646,8 @@ def _even(layers: int, stages: int) -> list[int]:
 
 
 def _precision(row: JobRow) -> dict[str, Any]:
-    name = row.text("precision") or ""
-    policy = dict(_POLICIES.get(name) or _unknown_precision(name))
+    name = _precision_name(row)
+    policy: dict[str, Any] = {"preset": name}
     if name in ("fp32", "tf32") or (name in ("fp16", "bf16") and "master" not in row.detail):
         return policy
     if name in ("fp16", "bf16"):
@@ -556,7 +656,7 @@ def _precision(row: JobRow) -> dict[str, Any]:
     policy["params"] = low if row.defaults.sixteen_bit_params else "fp32"
     if name == "fp8_mixed":
         policy["linear"] = _fp8_recipe(row)
-    elif name == "mxfp8" and "mxfp8" not in device(row.text("gpu") or "").peak_flops_per_s:
+    elif name == "mxfp8" and "mxfp8" not in _device(row).peak_flops_per_s:
         policy["linear"] = "fp8_blockwise"
         row.assume("linear: no MXFP8 hardware on this device, 128-block scaling taken")
     for key, target in (
@@ -575,14 +675,15 @@ def _precision(row: JobRow) -> dict[str, Any]:
     return policy
 
 
-_POLICIES: dict[str, dict[str, Any]] = {
-    name: {"preset": name}
-    for name in ("fp32", "tf32", "fp16", "bf16", "fp16_mixed", "bf16_mixed", "fp8_mixed", "mxfp8", "nvfp4")
-}
-
-
-def _unknown_precision(name: str) -> dict[str, Any]:
-    raise RowError(f"precision: {name!r} is none of {', '.join(_POLICIES)}")
+def _precision_name(row: JobRow) -> str:
+    stated = row.text("precision")
+    if stated is None:
+        usual = "bf16_mixed" if _device(row).supports("bf16") else "fp16_mixed"
+        row.assume(f"precision: not stated, {usual} taken")
+        return usual
+    if name := precision_name(stated):
+        return name
+    raise RowError(f"precision: {stated!r} is none of {', '.join(PRECISION_PRESETS)}")
 
 
 def _fp8_recipe(row: JobRow) -> str:
@@ -615,7 +716,8 @@ def _attention_kernel(row: JobRow) -> str | None:
         return "unfused"
     if kernel == "te" or kernel.startswith(("flash", "te:flash", "te:fused", "fused")):
         return "flash"
-    if not kernel:
+    if not kernel and row.defaults.attention:
+        row.assume(f"attention: not stated, {row.defaults.attention} as {row.framework or 'plain PyTorch'} does")
         return row.defaults.attention
     return None  # "te:auto": the library chose, nobody recorded what
 

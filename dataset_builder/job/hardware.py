@@ -144,5 +144,6 @@ def _canonical(name: str, section: str, alias_section: str) -> str:
 
 
 def _folded(name: str) -> str:
-    """Lower case without the marks that measurement tables put behind a guess."""
-    return re.sub(r"[\s_-]+", "-", re.sub(r"(\?|\(assumed\))$", "", name.strip().lower()).strip())
+    """Lower case without the vendor that drivers put before a name and the marks that tables put behind a guess."""
+    plain = re.sub(r"(\?|\(assumed\))$", "", name.strip().lower()).strip()
+    return re.sub(r"^((nvidia|amd|intel|tesla|quadro|geforce|instinct)-)+", "", re.sub(r"[\s_-]+", "-", plain))

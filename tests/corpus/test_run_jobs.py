@@ -208,9 +208,128 @@ def test_uneven_stages_keep_every_layer() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"layers": math.nan}, "layers"), ({"gpu": "abacus"}, "abacus"), ({"tp": 3}, "does not divide"),
-     ({"precision": "int4"}, "int4"), ({"hidden": "wide"}, "wide"), ({"global_batch": 0}, "global_batch")],
+    [({"layers": math.nan, "model_name": "own"}, "layers"), ({"gpu": "abacus"}, "abacus"),
+     ({"tp": 3}, "does not divide"), ({"precision": "int4"}, "int4"), ({"hidden": "wide"}, "wide"),
+     ({"global_batch": 0}, "global_batch")],
 )  # fmt: skip
 def test_rows_without_a_job_say_why(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(RowError, match=words):
         job_mapping({**GPT_22B, **changes})
+
+
+def test_an_uneven_interleaved_split_keeps_its_model_chunks() -> None:
+    """Llama 3.1 405B: 126 layers over 8 stages x 8 chunks."""
+    row = {**GPT_22B, "layers": 126, "pp": 8, "tp": 8, "vpp": 8, "num_gpus": 128, "global_batch": 64}
+    job, reason, _ = build_job(row)
+    assert job is not None, reason
+    split = job.parallel.layers_per_stage
+    assert split is not None
+    assert (job.parallel.virtual_pipeline, job.parallel.schedule, len(split), sum(split)) == (8, "interleaved", 64, 126)
+    assert split[0] == split[-1] == 1  # beside the embedding and the head
+    with pytest.raises(RowError, match="64 model chunks"):
+        job_mapping({**row, "layers": 40})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({"framework": "nemo", "source_date": "2024-08"}, True), ({"framework": "nemo", "source_date": "2022-04"}, False),
+     ({"framework": "megatron-lm", "source_date": "2021-04"}, False),
+     ({"framework": "megatron-lm", "source_date": "2024-07"}, True), ({"framework": "megatron-lm"}, False),
+     ({"framework": "megatron-lm", "num_experts": 8, "top_k": 2, "ffn_hidden": 1024}, True),
+     ({"framework": "pytorch", "num_experts": 8, "top_k": 2, "ffn_hidden": 1024}, False),
+     ({"framework": "x", "source_id": "mlperf"}, True), ({"framework": "nemo", "sequence_parallel": 0}, False),
+     ({"framework": "megatron-bridge", "tp": 1}, False)],
+)  # fmt: skip
+def test_sequence_parallel_where_a_row_leaves_it_open(changes: dict[str, Any], expected: bool) -> None:
+    row = {**GPT_22B, "sequence_parallel": None, "global_batch": 64, "micro_batch": 1, **changes}
+    assert job_mapping(row)[0]["parallel"]["sequence_parallel"] is expected
+
+
+def test_tuned_rows_overlap_and_others_say_what_they_do() -> None:
+    def grad_reduce(**changes: Any) -> bool:
+        overlap = mapping(**changes)["parallel"]["overlap"]
+        assert overlap["grad_reduce"] == overlap["param_gather"]
+        return bool(overlap["grad_reduce"])
+
+    assert grad_reduce(framework="megatron-core dev", source_date="2026-01")
+    assert grad_reduce(framework="megatron-bridge")
+    assert not grad_reduce(source_date="2021-04")
+    assert not grad_reduce(source_id="megatron-golden", source_date="2025-06")
+    assert grad_reduce(source_id="megatron-golden", notes="overlap_grad_reduce=1; overlap_param_gather=1")
+
+
+def test_sharding_within_a_group_is_said() -> None:
+    row = {**GPT_22B, "framework": "internevo", "sharding": "zero1", "notes": "zero1 within 8 GPUs", "tp": 1}
+    job, assumed = job_mapping({**row, "global_batch": 32})
+    assert job["parallel"]["sharding"] == "zero1"
+    assert any("zero1 within 8 GPUs" in sentence for sentence in assumed)
+
+
+@pytest.mark.parametrize("time", [None, "", "nan", 0, "inf", -1])
+def test_a_row_without_a_time_is_still_a_job(tmp_path: Path, time: Any) -> None:
+    pd.DataFrame([{**GPT_22B, "iter_time_s": time}]).astype(object).to_csv(tmp_path / "runs.csv", index=False)
+    pd.DataFrame([GPT_22B]).to_csv(tmp_path / "untimed.csv", index=False)
+    for name in ("runs.csv", "untimed.csv"):
+        (run,) = read_runs(tmp_path / name)
+        assert run.job is not None
+        assert not run.is_timed
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [("H100", "H100-SXM5-80GB"), ("a100-80gb", "A100-SXM4-80GB"), ("h100-sxm5-80gb", "H100-SXM5-80GB"),
+     ("H200", "H200-SXM5-141GB"), ("NVIDIA H100 80GB HBM3", "H100-SXM5-80GB"),
+     ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB")],
+)  # fmt: skip
+def test_gpus_in_other_spellings(written: str, name: str) -> None:
+    job, assumed = job_mapping({**GPT_22B, "gpu": written})
+    assert job["cluster"]["gpu"] == name
+    assert any(name in sentence for sentence in assumed) or written.lower() == name.lower()
+
+
+def test_an_unknown_gpu_names_the_nearest() -> None:
+    with pytest.raises(RowError, match=r"nearest are .*H100"):
+        job_mapping({**GPT_22B, "gpu": "H101"})
+
+
+@pytest.mark.parametrize(
+    ("column", "written", "path", "expected"),
+    [("precision", "BF16-mixed", ("precision", "preset"), "bf16_mixed"),
+     ("precision", "fp8", ("precision", "linear"), "fp8_delayed"),
+     ("precision", "fp8_blockwise", ("precision", "preset"), "fp8_blockwise"),
+     ("precision", "None", ("precision", "preset"), "bf16_mixed"),
+     ("sharding", "ZeRO-1", ("parallel", "sharding"), "zero1"), ("sharding", "FSDP", ("parallel", "sharding"), "zero3"),
+     ("sharding", "None", ("parallel", "sharding"), "none"), ("act_ckpt", "True", ("parallel", "recompute"), "full"),
+     ("act_ckpt", "Selective", ("parallel", "recompute"), "selective"),
+     ("act_ckpt", "nan", ("parallel", "recompute"), "none"), ("vpp", "None", ("parallel", "virtual_pipeline"), 1),
+     ("layers", "48.0", ("model", "num_layers"), 48), ("vocab", "51,200", ("model", "vocab_size"), 51200),
+     ("arch", "Llama", ("model", "normalization"), "rmsnorm"),
+     ("arch", "qwen2", ("model", "position_embedding"), "rope")],
+)  # fmt: skip
+def test_cells_in_other_spellings(column: str, written: str, path: tuple[str, str], expected: Any) -> None:
+    assert mapping(**{column: written})[path[0]][path[1]] == expected
+
+
+def test_a_shipped_model_fills_the_sizes_a_row_leaves_out() -> None:
+    blank = dict.fromkeys(("layers", "hidden", "heads", "vocab", "arch"))
+    row = {**GPT_22B, **blank, "model_name": "meta-llama/Llama-3-8B-Instruct"}
+    job, reason, assumed = build_job(row)
+    assert job is not None, reason
+    assert (job.model.num_layers, job.model.num_query_groups, job.model.ffn_hidden_size) == (32, 8, 14336)
+    assert (job.model.activation, job.model.position_embedding) == ("swiglu", "rope")
+    assert any("those of llama3-8b taken" in sentence for sentence in assumed)
+    with pytest.raises(RowError, match="missing: heads, vocab"):  # 40 layers are not Llama 3 8B
+        job_mapping({**row, "layers": 40, "hidden": 4096})
+    mixture, reason, _ = build_job({**row, "model_name": "DeepSeek-V3", "tp": 1, "global_batch": 64})
+    assert mixture is not None, reason
+    assert mixture.model.mla is not None
+    assert mixture.model.moe is not None
+    assert (mixture.model.moe.num_experts, mixture.model.moe.shared_width, len(mixture.model.moe.dense_layers)) == (
+        256, 2048, 3,
+    )  # fmt: skip
+
+
+def test_a_global_batch_follows_from_its_factors() -> None:
+    job, assumed = job_mapping({**GPT_22B, "global_batch": None, "tp": 1, "micro_batch": 2, "grad_accum": 3})
+    assert job["batch"]["global_batch_size"] == 2 * 3 * 8
+    assert any("global_batch" in sentence for sentence in assumed)
