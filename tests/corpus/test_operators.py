@@ -109,6 +109,12 @@ def test_same_shape_same_group() -> None:
         ({"op": "gemm", "m": 8.0, "n": 8.0, "k": 8.0, "gpu": "abacus"}, "abacus"),
         ({"op": "gemm", "m": 8.0, "n": 8.0, "k": 8.0, "dtype": None}, "dtype"),
         ({"op": "gemm", "m": 8192.0, "n": 8192.0, "k": 8192.0, "latency_us": 1.0}, "peak"),
+        (
+            {"op": "gemm", "m": 8192.0, "n": 8192.0, "k": 8192.0, "dtype": "fp8_e5m2", "latency_us": 419.6},
+            "fp8_e5m2 peak",
+        ),
+        ({"op": "grouped_gemm", "shape": "m=8192,n=8192,k=8192,groups=8", "latency_us": 900.0}, "bf16 peak"),
+        ({"op": "gemm", "m": 64.0, "n": 64.0, "k": 64.0, "latency_us": float("inf")}, "not a time"),
         ({"op": "rmsnorm", "direction": "fwd_bwd", "shape": "tokens=8,hidden=8"}, "together"),
         ({"op": "gelu", "shape": "rows=65536,cols=65536", "latency_us": 1.0}, "memory"),
         ({"op": "all_reduce", "bytes": 1e6}, "number of GPUs"),
@@ -135,3 +141,10 @@ def test_shipped_operators_are_kept_and_sound(tmp_path: Any) -> None:
         assert (operator.group is not None) == (kind in COLLECTIVES)
         assert operator.latency_s > 0
         assert operator.node.bytes_read + operator.node.bytes_written > 0
+
+
+def test_a_little_above_the_specified_clock_is_believed() -> None:
+    fastest_us = 2 * 8192**3 / 989e12 * 1e6
+    assert node(op="gemm", m=8192.0, n=8192.0, k=8192.0, latency_us=fastest_us / 1.04)
+    with pytest.raises(OperatorError, match="bf16 peak"):
+        node(op="gemm", m=8192.0, n=8192.0, k=8192.0, latency_us=fastest_us / 1.06)
