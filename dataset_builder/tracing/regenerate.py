@@ -35,6 +35,9 @@ _FRAMEWORKS = ("megatron-core", "pytorch")
 _RECOMPUTE = ("none", "selective", "full")
 
 
+_MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2", "deepseek-v3")
+
+
 def usual_jobs() -> Iterator[dict[str, Any]]:
     """Job files (as values) whose structures are shipped."""
     models = [(model, tuple(PRECISION_PRESETS)) for model in _EVERY_PRECISION]
@@ -44,14 +47,35 @@ def usual_jobs() -> Iterator[dict[str, Any]]:
             is_usual = framework == "megatron-core" and precision in ("bf16_mixed", "fp8_mixed")
             layouts = _LAYOUTS if framework == "megatron-core" else _LAYOUTS[:1]
             for layout, recompute in product(layouts, _RECOMPUTE if is_usual else _RECOMPUTE[:1]):
-                yield {
-                    "model": {"preset": model},
-                    "batch": {"seq_length": 512, "micro_batch_size": 1, "global_batch_size": 64},
-                    "cluster": {"gpu": "B200-SXM6-180GB", "num_nodes": 1, "gpus_per_node": 8},
-                    "precision": precision,
-                    "parallel": {**layout, "recompute": recompute},
-                    "software": {"framework": framework},
-                }
+                yield _job(model, precision, {**layout, "recompute": recompute}, {"framework": framework})
+    for model, layout, precision in product(_MIXTURES, _LAYOUTS, ("bf16_mixed", "fp8_mixed", "mxfp8")):
+        yield _job(model, precision, {**layout, "expert": 4}, {"framework": "megatron-core"})
+    for model, precision, framework in product(("gpt3-175b", "llama3-8b"), _USUAL_PRECISIONS, _FRAMEWORKS):
+        yield _job(model, precision, {"context": 2, "tensor": 2}, {"framework": framework})
+        # one microbatch a step: no gradients to add to
+        yield {**_job(model, precision, {}, {"framework": framework}), "batch": {**_BATCH, "global_batch_size": 8}}
+        yield _job(model, precision, {}, {"framework": framework, "fused_kernels": False})
+    for model, precision in product(("gpt3-175b", "bert-large"), ("fp32", "tf32", "fp16_mixed", "bf16_mixed")):
+        for framework, fused in product(_FRAMEWORKS, (True, False)):
+            software = {"framework": framework, "fused_kernels": fused, "attention": "unfused"}
+            yield _job(model, precision, {}, software)
+    for optimizer, precision, framework in product(_OPTIMIZERS, _USUAL_PRECISIONS[:2], _FRAMEWORKS):
+        yield {**_job("gpt3-175b", precision, {}, {"framework": framework}), "optimizer": optimizer}
+
+
+_OPTIMIZERS = ("adam", "adamw", "sgd", "lion", "adafactor", "muon", "lamb")
+_BATCH = {"seq_length": 512, "micro_batch_size": 1, "global_batch_size": 64}
+
+
+def _job(model: str, precision: str, parallel: dict[str, Any], software: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": {"preset": model},
+        "batch": _BATCH,
+        "cluster": {"gpu": "B200-SXM6-180GB", "num_nodes": 1, "gpus_per_node": 8},
+        "precision": precision,
+        "parallel": parallel,
+        "software": software,
+    }
 
 
 def main(arguments: Sequence[str]) -> int:
