@@ -352,7 +352,12 @@ class _Reducer:
         }
 
     def _saved(self) -> tuple[Polynomial, Polynomial]:
-        """Bytes the backward pass needs from the forward pass, and from the recomputation."""
+        """Bytes the backward pass needs from the forward pass, and from the recomputation.
+
+        Quantised weights are no activations: there is one copy, however many microbatches are in flight.
+        """
+        weights = {ref.storage for op in self.ops if op.attributes.get("what") == "weight" for ref in op.outputs}
+        persistent = self.recording.persistent | weights
         allocated: dict[int, TensorRef] = {}
         phase_of: dict[int, Phase] = {}
         for op in self.ops:
@@ -366,7 +371,7 @@ class _Reducer:
             if phase == "forward":
                 continue
             for storage, (ref, *_) in group.reads.items():
-                if storage in self.recording.persistent:
+                if storage in persistent:
                     continue
                 if storage in self.recording.inputs or phase_of.get(storage) == "forward":
                     saved.setdefault(storage, allocated.get(storage, ref))

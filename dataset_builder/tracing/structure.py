@@ -13,7 +13,7 @@ from typing import Literal
 
 from dataset_builder.job.precision import BYTES_PER_ELEMENT, LinearFormat
 
-TRACER_VERSION = "1"
+TRACER_VERSION = "2"
 
 Block = Literal["embedding", "layer", "head", "optimizer"]
 

@@ -254,3 +254,8 @@ build_graph(TrainingJob.parse({"model": {"preset": "llama3-8b"},
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_quantised_weights_are_no_activations():
+    bf16, fp8 = (graph(precision=p).stages[0].saved_activation_bytes for p in ("bf16_mixed", "fp8_mixed"))
+    assert fp8 < bf16
