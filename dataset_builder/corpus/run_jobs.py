@@ -317,6 +317,9 @@ def _model(row: JobRow) -> dict[str, Any]:
     for key, column in (("ffn_hidden_size", "ffn_hidden"), ("num_query_groups", "kv_heads"), ("head_dim", "head_dim")):
         if value := row.count(column):
             model[key] = value
+    if model["hidden_size"] % model["num_attention_heads"] and "head_dim" not in model:
+        model["head_dim"] = 2 ** round(math.log2(model["hidden_size"] / model["num_attention_heads"]))
+        row.assume(f"head_dim: not stated, {model['head_dim']} taken")
     if from_scratch:
         _megatron_arguments(row, model)
     if kind.architecture == "encoder":
@@ -364,11 +367,11 @@ def _encoder_decoder(row: JobRow, model: dict[str, Any]) -> None:
 
 def _experts(row: JobRow, model: dict[str, Any]) -> None:
     layers = model["num_layers"]
-    moe: dict[str, Any] = {
-        "num_experts": row.need("num_experts"),
-        "top_k": row.need("top_k"),
-        "expert_ffn_hidden_size": row.need("ffn_hidden"),
-    }
+    top_k, width = row.count("top_k"), row.count("ffn_hidden")
+    if not top_k or not width:
+        top_k, width = top_k or 2, width or 4 * model["hidden_size"]
+        row.assume(f"moe: not fully stated, Megatron's defaults taken: top_k {top_k}, expert_ffn_hidden_size {width}")
+    moe: dict[str, Any] = {"num_experts": row.need("num_experts"), "top_k": top_k, "expert_ffn_hidden_size": width}
     if dense := row.note_count("dense_ffn"):
         model["ffn_hidden_size"] = dense
     sparse_layers = row.note_count("moe_layers")
@@ -452,10 +455,7 @@ def _is_frozen(row: JobRow) -> bool:
 
 def _parallel(row: JobRow, model: dict[str, Any], cluster: dict[str, Any]) -> dict[str, Any]:
     num_gpus = row.need("num_gpus")
-    if row.count("tp") is None and row.count("pp") is None:
-        tensor, pipeline, context = *_guess_layout(row, model, cluster), row.count("cp") or 1
-    else:
-        tensor, pipeline, context = (row.count(column) or 1 for column in ("tp", "pp", "cp"))
+    tensor, pipeline, context = _model_parallel(row, model, cluster)
     model_parallel = tensor * pipeline * context
     if num_gpus % model_parallel:
         raise RowError(f"tp {tensor} x pp {pipeline} x cp {context} = {model_parallel} does not divide {num_gpus} GPUs")
@@ -463,6 +463,8 @@ def _parallel(row: JobRow, model: dict[str, Any], cluster: dict[str, Any]) -> di
     if (stated := row.count("dp")) and stated != data:
         row.assume(f"data: {stated} in the row, {num_gpus} / {model_parallel} = {data} taken")
     expert = row.count("ep") or 1
+    if expert > 1 and "moe" not in model:
+        raise RowError(f"missing: num_experts (ep is {expert})")
     return {
         "tensor": tensor,
         "pipeline": pipeline,
@@ -478,6 +480,25 @@ def _parallel(row: JobRow, model: dict[str, Any], cluster: dict[str, Any]) -> di
     }
 
 
+def _model_parallel(row: JobRow, model: dict[str, Any], cluster: dict[str, Any]) -> tuple[int, int, int]:
+    """Tensor, pipeline and context size; what is blank follows from the others, is 1, or is the smallest that fits."""
+    num_gpus, batch = row.need("num_gpus"), row.count("global_batch")
+    tensor, pipeline, context, data = (row.count(column) or None for column in ("tp", "pp", "cp", "dp"))
+    if tensor is None and pipeline is None:
+        return *_guess_layout(row, model, cluster), context or 1
+    stated = (tensor or 1) * (pipeline or 1) * (context or 1)
+    if tensor is not None and pipeline is not None:
+        return tensor, pipeline, context or 1
+    rest = num_gpus // (stated * data) if data and num_gpus % (stated * data) == 0 else 1
+    if rest > 1:
+        row.assume(f"{'pp' if tensor else 'tp'}: not stated, {rest} = {num_gpus} GPUs / {stated} / dp {data}")
+        return tensor or rest, pipeline or rest, context or 1
+    divides = num_gpus % stated == 0 and (batch is None or batch % (num_gpus // stated) == 0)
+    return (
+        (tensor or 1, pipeline or 1, context or 1) if divides else (*_guess_layout(row, model, cluster), context or 1)
+    )
+
+
 def _guess_layout(row: JobRow, model: dict[str, Any], cluster: dict[str, Any]) -> tuple[int, int]:
     """The smallest tensor x pipeline size whose weights and optimizer fit, in the order a practitioner would try."""
     num_gpus, batch = row.need("num_gpus"), row.count("global_batch")
@@ -485,15 +506,19 @@ def _guess_layout(row: JobRow, model: dict[str, Any], cluster: dict[str, Any]) -
     weights = 12 if model["activation"] == "gelu" else 13  # 12 h^2 a layer; grouped queries and swiglu come near it
     needed_bytes = weights * model["num_layers"] * float(model["hidden_size"]) ** 2 * per_parameter
     memory_bytes = device(cluster["gpu"]).hbm_bytes
+    context, fixed = row.count("cp") or 1, (row.count("tp"), row.count("pp"))
     candidates = sorted(
-        ((tensor, pipeline) for tensor in (1, 2, 4, 8) for pipeline in range(1, 17)),
+        ((tensor, pipeline) for tensor in {1, 2, 4, 8, fixed[0] or 1} for pipeline in {*range(1, 17), fixed[1] or 1}),
         key=lambda sizes: (sizes[0] * sizes[1], -sizes[0]),
     )
-    for share in (0.7, 1.0, math.inf):
+    for share, is_even in ((0.7, True), (1.0, True), (math.inf, True), (math.inf, False)):
         for tensor, pipeline in candidates:
+            ranks = tensor * pipeline * context
             divides = tensor <= cluster["gpus_per_node"] and model["num_attention_heads"] % tensor == 0
-            divides = divides and num_gpus % (tensor * pipeline) == 0 and model["num_layers"] % pipeline == 0
-            divides = divides and (batch is None or batch % (num_gpus // (tensor * pipeline)) == 0)
+            divides = divides and num_gpus % ranks == 0 and pipeline <= model["num_layers"]
+            divides = divides and (model["num_layers"] % pipeline == 0 or not is_even)
+            divides = divides and (batch is None or batch % (num_gpus // ranks) == 0)
+            divides = divides and fixed in ((None, None), (tensor, None), (None, pipeline))
             if divides and needed_bytes / (tensor * pipeline) <= share * memory_bytes:
                 row.assume(f"parallel: not stated, tensor {tensor} x pipeline {pipeline}, the smallest that fits")
                 return tensor, pipeline

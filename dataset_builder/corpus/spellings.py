@@ -81,7 +81,8 @@ def shipped_model(values: Mapping[str, Any]) -> dict[str, Any] | None:
     for name in preset_names():
         if wanted and _folded(name) in variants:
             sizes = preset(name)
-            columns = size_columns(sizes)
+            usual = {"kv_heads": sizes["num_attention_heads"], "ffn_hidden": 4 * sizes["hidden_size"]}
+            columns = {**usual, **size_columns(sizes)}
             return sizes if all(_agrees(values.get(column), columns[column], column) for column in columns) else None
     return None
 

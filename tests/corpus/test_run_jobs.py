@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -333,3 +334,46 @@ def test_a_global_batch_follows_from_its_factors() -> None:
     job, assumed = job_mapping({**GPT_22B, "global_batch": None, "tp": 1, "micro_batch": 2, "grad_accum": 3})
     assert job["batch"]["global_batch_size"] == 2 * 3 * 8
     assert any("global_batch" in sentence for sentence in assumed)
+
+
+def test_what_is_blank_of_a_layout_follows_from_the_rest() -> None:
+    wide = {**GPT_22B, "num_gpus": 64, "global_batch": 64, "micro_batch": 1}
+    follows = job_mapping({**wide, "tp": 4, "pp": None, "dp": 4})[0]["parallel"]
+    assert (follows["tensor"], follows["pipeline"], follows["data"]) == (4, 4, 4)
+    fits = job_mapping({**wide, "tp": 4, "pp": None, "global_batch": 2})[0]["parallel"]
+    assert (fits["tensor"], fits["pipeline"], fits["data"]) == (4, 8, 2)
+    mixture, assumed = job_mapping({**GPT_22B, "num_experts": 8})
+    assert mixture["model"]["moe"]["top_k"] == 2
+    assert any("Megatron's defaults" in sentence for sentence in assumed)
+    with pytest.raises(RowError, match="num_experts"):
+        job_mapping({**GPT_22B, "ep": 8})
+
+
+_SPOKEN_GPUS = {
+    "H100-SXM5-80GB": "H100", "A100-SXM4-80GB": "NVIDIA A100-SXM4-80GB", "V100-SXM2-16GB": "Tesla V100-SXM2-16GB",
+    "GB200-186GB": "gb200", "A100-SXM4-40GB": "A100-40GB",
+}  # fmt: skip
+_CHANGES: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {
+    "spoken gpus": lambda table: table.assign(gpu=table["gpu"].replace(_SPOKEN_GPUS)),
+    "lower case, other order": lambda table: table[table.columns[::-1]].assign(gpu=table["gpu"].str.lower()),
+    "text, None": lambda table: table.astype(object).where(table.notna(), "None").map(str),
+    "text, nan": lambda table: table.astype(object).where(table.notna(), "nan").map(str),
+    "only what is required": lambda table: table[list(REQUIRED_COLUMNS)],
+    "every other column": lambda table: table[[*REQUIRED_COLUMNS, *table.columns.difference(REQUIRED_COLUMNS)[::2]]],
+    "the others": lambda table: table[[*REQUIRED_COLUMNS, *table.columns.difference(REQUIRED_COLUMNS)[1::2]]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+def test_tables_of_others_are_answered(change: str, tmp_path: Path) -> None:
+    table = read_table(shipped_table("runs.parquet")).iloc[::9].reset_index(drop=True)
+    for column in table.columns[table.dtypes == "category"]:
+        table[column] = table[column].astype(object)
+    _CHANGES[change](table).to_csv(tmp_path / "runs.csv", index=False)
+    runs = read_runs(tmp_path / "runs.csv")
+    assert sum(run.job is not None for run in runs) >= 0.95 * len(runs) == 0.95 * len(table)
+    if "text" in change or "order" in change:
+        table.to_parquet(tmp_path / "same.parquet")
+        assert [run.job and run.job.model for run in runs] == [
+            run.job and run.job.model for run in read_runs(tmp_path / "same.parquet")
+        ]

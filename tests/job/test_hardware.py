@@ -63,7 +63,11 @@ def test_known_links_are_there(name: str) -> None:
         ("H100-SXM5-80GB", "fp8_e4m3", 1979e12), ("H200-SXM5-141GB", "bf16", 989e12), ("H20-96GB", "bf16", 148e12),
         ("B200-SXM6-180GB", "bf16", 2250e12), ("B200-SXM6-180GB", "nvfp4", 9000e12), ("GB200-186GB", "bf16", 2500e12),
         ("L40S-48GB", "bf16", 362e12), ("RTX4090-24GB", "bf16", 165e12), ("MI300X-192GB", "bf16", 1307e12),
-        ("MI355X-288GB", "fp8_e4m3", 5033e12),
+        ("MI355X-288GB", "fp8_e4m3", 5033e12), ("H100-PCIe-80GB", "bf16", 756e12), ("H100-NVL-94GB", "bf16", 835e12),
+        ("H20-96GB", "fp8_e4m3", 296e12), ("L4-24GB", "bf16", 121e12), ("A30-24GB", "bf16", 165e12),
+        ("A10G-24GB", "bf16", 70e12), ("MI325X-256GB", "fp8_e4m3", 2615e12), ("B300-SXM6-288GB", "fp8_e4m3", 4500e12),
+        ("B300-SXM6-288GB", "nvfp4", 13500e12), ("GB300-288GB", "fp8_e4m3", 5000e12),
+        ("GB300-288GB", "nvfp4", 15000e12),
     ],
 )  # fmt: skip
 def test_peaks_are_the_dense_column(name: str, fmt: str, peak: float) -> None:
@@ -86,6 +90,22 @@ def test_network_cards_are_shared_by_the_gpus_of_a_node() -> None:
     assert link("ib-edr-8x100", 16).bytes_per_s_per_gpu == 6.25e9
     assert link("nvlink4", 4).bytes_per_s_per_gpu == 450e9
     assert link("nvl72").domain_size == 72
+    assert link("efa-4x100", 8).bytes_per_s_per_gpu == 6.25e9
+
+
+def test_links_are_in_one_direction() -> None:
+    known = {"nvlink3": 300e9, "nvlink4": 450e9, "nvlink5": 900e9, "xgmi": 448e9, "pcie4": 31.5e9}
+    assert {name: link(name).bytes_per_s_per_gpu for name in known} == known
+
+
+@pytest.mark.parametrize(
+    ("spoken", "name"),
+    [("NVIDIA H100 80GB HBM3", "H100-SXM5-80GB"), ("NVIDIA A100 80GB PCIe", "A100-PCIe-80GB"), ("Tesla T4", "T4-16GB"),
+     ("NVIDIA GeForce RTX 4090", "RTX4090-24GB"), ("AMD Instinct MI300X", "MI300X-192GB"),
+     ("NVIDIA A10G", "A10G-24GB")],
+)  # fmt: skip
+def test_names_that_drivers_give(spoken: str, name: str) -> None:
+    assert device(spoken).name == name
 
 
 def test_unknown_names_carry_the_nearest() -> None:
