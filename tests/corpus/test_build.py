@@ -27,7 +27,8 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     few = [
         rows.iloc[:: max(1, len(rows) // 4)].head(4) for source, rows in runs.groupby("source_id") if source in SOURCES
     ]
-    pd.concat([*few, runs[runs["layers"].isna()].head(1)]).to_csv(directory / "runs.csv", index=False)
+    untimed = few[0].head(1).assign(run_id="untimed", iter_time_s=np.nan)
+    pd.concat([*few, runs[runs["layers"].isna()].head(1), untimed]).to_csv(directory / "runs.csv", index=False)
     ops = read_table(shipped_table("ops.parquet"))
     pd.concat([rows.head(3) for _, rows in ops.groupby(["source_id", "op"])]).to_parquet(directory / "ops.parquet")
     return directory / "runs.csv", directory / "ops.parquet"
@@ -43,6 +44,8 @@ def test_rows_are_kept_or_listed(corpus: Corpus, tables: tuple[Path, Path]) -> N
     assert len(corpus.runs) + sum(skipped["table"] == "runs") == len(read_table(tables[0]))
     assert len(corpus.operators) + sum(skipped["table"] == "ops") == len(read_table(tables[1]))
     assert skipped["reason"].str.len().min() > 0
+    assert skipped.set_index("id")["reason"]["untimed"] == "iter_time_s: no time to learn"
+    assert all(run.is_timed for run in corpus.runs)
 
 
 def test_what_comes_out_is_what_went_in(corpus: Corpus, tables: tuple[Path, Path]) -> None:
