@@ -107,12 +107,13 @@ def read_runs(path: str | Path) -> list[RunMeasurement]:
 
 
 def _missing_columns(table: pd.DataFrame) -> list[str]:
-    """Columns without which no row can be a job; others can stand for some of them."""
+    """Columns without which no row can be a job (others can stand for some of them), and the label's, blank or not."""
     columns = set(table.columns)
     replaced = SIZE_COLUMNS if "model_name" in columns else ()
     if {"micro_batch", "grad_accum"} <= columns:
         replaced = (*replaced, "global_batch")
-    return [column for column in REQUIRED_COLUMNS if column not in columns and column not in replaced]
+    needed = [column for column in REQUIRED_COLUMNS if column not in replaced]
+    return [column for column in (*needed, "iter_time_s") if column not in columns]
 
 
 def _run(row: Mapping[str, Any], number: int) -> RunMeasurement:
