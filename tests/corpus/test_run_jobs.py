@@ -351,7 +351,7 @@ _SPOKEN_GPUS = {
     "H100-SXM5-80GB": "H100", "A100-SXM4-80GB": "NVIDIA A100-SXM4-80GB", "V100-SXM2-16GB": "Tesla V100-SXM2-16GB",
     "GB200-186GB": "gb200", "A100-SXM4-40GB": "A100-40GB",
 }  # fmt: skip
-_NEEDED = [*REQUIRED_COLUMNS, "iter_time_s"]
+_NEEDED = [*REQUIRED_COLUMNS, "num_experts", "iter_time_s"]  # a mixture without its number of experts is no model
 _CHANGES: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {
     "spoken gpus": lambda table: table.assign(gpu=table["gpu"].replace(_SPOKEN_GPUS)),
     "lower case, other order": lambda table: table[table.columns[::-1]].assign(gpu=table["gpu"].str.lower()),
