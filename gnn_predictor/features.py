@@ -52,6 +52,7 @@ ARCHITECTURES = ("decoder", "encoder", "encoder_decoder")
 OPTIMIZERS = ("adam", "adamw", "sgd", "lion", "adafactor", "muon", "lamb", "none")
 SHARDINGS = ("none", "zero1", "zero2", "zero3", "hsdp")
 DEVICE_FORMATS = ("fp32", "tf32", "fp16", "bf16", "fp8_e4m3", "mxfp8", "nvfp4")
+_SHARED_KINDS = tuple(kind for kind in KINDS if kind not in ("cast", "quantize", "copy", "reduction"))
 # Rough cost of launching one kernel from the host, only to scale the launch features (seconds).
 _TYPICAL_LAUNCH_S = 8e-6
 
@@ -168,11 +169,15 @@ def software_features(software: SoftwareStack, optimizer: str) -> list[float]:
 
 
 def workload_features(job: TrainingJob, layout: RankLayout, nodes: Sequence[_Located], total_s: float) -> list[float]:
-    """Sizes of the job and where its roofline time goes."""
+    """Sizes of the job and where its roofline time goes.
+
+    Nothing here names a format: how a format changes a job's time is for the nodes to say, where operators measured in
+    that format teach it even when no run was.
+    """
     log = math.log2
-    model, batch, policy = job.model, job.batch, job.precision
+    model, batch = job.model, job.batch
     parts: list[Callable[[_Located], bool]] = [
-        *(lambda item, name=name: item.node.kind == name for name in KINDS),
+        *(lambda item, name=name: item.node.kind == name for name in _SHARED_KINDS),
         *(lambda item, name=name: item.node.axis == name for name in AXES),
         *(lambda item, name=name: item.node.phase == name for name in PHASES),
     ]
@@ -192,16 +197,7 @@ def workload_features(job: TrainingJob, layout: RankLayout, nodes: Sequence[_Loc
     kinds += [float(bool(job.parallel.sequence_parallel)), model.dropout * 5]
     recompute = job.parallel.recompute.mode if job.parallel.recompute else "none"
     kinds += [float(recompute == name) for name in ("selective", "full")]
-    device = job.cluster.gpu
-    compute = policy.compute if policy.linear == "same" else _gemm_format(policy.linear)
-    formats = format_features(compute, device) + format_features(policy.params or "fp32", device)
-    formats += format_features(policy.grad_reduce or "fp32", device) + [float(policy.loss_scaling)]
-    formats += [float(recipe in policy.linear) for recipe in _RECIPES]
-    return [*shares, *(value / 3 for value in sizes), *kinds, *formats]
-
-
-def _gemm_format(linear: str) -> str:
-    return linear if linear in _FORMAT_PROPERTIES else "fp8_e4m3"
+    return [*shares, *(value / 3 for value in sizes), *kinds]
 
 
 @dataclass(frozen=True)

@@ -46,11 +46,16 @@ def _scales(runs: RunExamples, operators: OperatorExamples) -> tuple[Tensor, Ten
     means = [(part.mean(0), part.var(0)) for part in (run_nodes, operators.node_features)]
     mean = (means[0][0] + means[1][0]) / 2
     variance = sum((var + (m - mean) ** 2) for m, var in means) / 2
-    floor = 0.05  # a column that hardly varies must not blow up elsewhere
     return (
-        torch.stack([mean, torch.as_tensor(variance).sqrt().clamp(min=floor)]),
-        torch.stack([workload.mean(0), workload.std(0).clamp(min=floor)]),
+        torch.stack([mean, _deviation(torch.as_tensor(variance))]),
+        torch.stack([workload.mean(0), _deviation(workload.var(0))]),
     )
+
+
+def _deviation(variance: Tensor) -> Tensor:
+    """A deviation to divide by: a column that hardly varies must not blow up elsewhere, one that never did is mute."""
+    deviation = variance.sqrt()
+    return torch.where(deviation < 1e-4, torch.full_like(deviation, 1e6), deviation.clamp(min=0.05))
 
 
 EpochReport = Callable[[int, dict[str, float]], None]

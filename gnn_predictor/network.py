@@ -40,6 +40,7 @@ class NetworkConfig:
     software_dropout: float = 0.15
     format_dropout: float = 0.3
     workload_dropout: float = 0.1
+    feature_dropout: float = 0.1  # of single workload features
     hide_formats: bool = False  # baseline B3: every format looks like the job's widest
 
 
@@ -172,6 +173,8 @@ class Predictor(nn.Module):
         software = self.software(batch.software * self._keep(len(batch.software), config.software_dropout))
         workload = _scaled(batch.workload, self.workload_scale)
         keep = self._keep(len(workload), config.workload_dropout)
+        if self.training:
+            keep = keep * (torch.rand_like(workload[:, 1:]) >= config.feature_dropout)
         workload = torch.cat([batch.workload[:, :1], workload[:, 1:] * keep], dim=1)  # first column: job or operator
         total = self.hardware(batch.hardware) + device + software + self.workload(workload)
         return torch.as_tensor(self.mix(total))
