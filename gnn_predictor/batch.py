@@ -23,6 +23,7 @@ class GraphBatch:
     """Columns as in :class:`gnn_predictor.features.GraphArrays`, with indices shifted to the whole batch."""
 
     node_features: Tensor  # [N, node feature]
+    format_features: Tensor  # [N, format feature]
     node_formats: Tensor  # [N, 2]
     log_roofline_s: Tensor  # [N]
     launches: Tensor  # [N]
@@ -63,6 +64,7 @@ def collate(graphs: Sequence[GraphArrays], devices: Sequence[str]) -> GraphBatch
 
     return GraphBatch(
         node_features=joined("node_features"),
+        format_features=joined("format_features"),
         node_formats=joined("node_formats"),
         log_roofline_s=joined("log_roofline_s"),
         launches=joined("launches"),

@@ -25,13 +25,14 @@ from gnn_predictor.features import (
     FORMATS,
     GraphArrays,
     hardware_features,
+    format_features,
     node_features,
     operator_software_features,
 )
 
 _SHIFTED_BY_NODES = ("edge_index", "entry_node")
 _TENSORS = (
-    "node_features", "node_formats", "log_roofline_s", "launches", "is_overlappable", "edge_index", "edge_kind",
+    "node_features", "format_features", "node_formats", "log_roofline_s", "launches", "is_overlappable", "edge_index", "edge_kind",
     "entry_node", "entry_cell", "entry_weight", "cell_launches", "hardware", "software", "workload",
 )  # fmt: skip
 
@@ -108,6 +109,7 @@ class OperatorExamples:
 
     table: pd.DataFrame  # op_id, source_id, gpu, kind, dtype, op_group, latency_s
     node_features: Tensor  # [O, node feature]
+    format_features: Tensor  # [O, format feature]
     node_formats: Tensor  # [O, 2]
     log_roofline_s: Tensor  # [O]
     launches: Tensor  # [O]
@@ -124,7 +126,7 @@ class OperatorExamples:
 
     def select(self, rows: Tensor) -> OperatorExamples:
         """The operators at these positions."""
-        columns = ("node_features", "node_formats", "log_roofline_s", "launches", "is_message", "log_seconds", "place")
+        columns = ("node_features", "format_features", "node_formats", "log_roofline_s", "launches", "is_message", "log_seconds", "place")
         chosen = {name: getattr(self, name)[rows] for name in columns}
         return replace(self, table=self.table.iloc[rows.numpy()].reset_index(drop=True), **chosen)
 
@@ -134,6 +136,7 @@ class OperatorExamples:
         none = torch.zeros(0, dtype=torch.long)
         return GraphBatch(
             node_features=self.node_features[rows],
+            format_features=self.format_features[rows],
             node_formats=self.node_formats[rows],
             log_roofline_s=self.log_roofline_s[rows],
             launches=self.launches[rows],
@@ -160,7 +163,7 @@ def operator_examples(
 ) -> OperatorExamples:
     """Features and labels of measured operators."""
     places: dict[tuple[str, str, bool], int] = {}
-    hardware, place, rows, formats, rooflines = [], [], [], [], []
+    hardware, place, rows, properties, formats, rooflines = [], [], [], [], [], []
     for op in operators:
         seconds = max(roofline_s(op.node, op.device, op.group), 1e-9)
         key = (op.device.name, op.source_id, op.includes_launch)
@@ -169,6 +172,7 @@ def operator_examples(
             hardware.append(hardware_features(op.device, None, None, 1))
         place.append(places[key])
         rows.append(np.asarray(node_features(op.node, op.device, op.group, seconds), dtype=np.float32))
+        properties.append(format_features(op.node, op.device))
         formats.append([FORMATS.index(op.node.input_dtype), FORMATS.index(op.node.output_dtype)])
         rooflines.append(seconds)
     software = [operator_software_features(source, includes_launch) for _, source, includes_launch in places]
@@ -186,6 +190,7 @@ def operator_examples(
     return OperatorExamples(
         table=table,
         node_features=torch.from_numpy(np.stack(rows)),
+        format_features=torch.tensor(properties, dtype=torch.float32),
         node_formats=torch.tensor(formats),
         log_roofline_s=torch.tensor(rooflines).log().float(),
         launches=torch.tensor([op.node.launches for op in operators], dtype=torch.float32),

@@ -61,7 +61,8 @@ _TYPICAL_LAUNCH_S = 8e-6
 class GraphArrays:
     """One job (or one measured operator) as arrays. N nodes, E edges, K distinct stages, S stages, M stage entries."""
 
-    node_features: FloatArray  # [N, node feature]
+    node_features: FloatArray  # [N, node feature] all but the formats
+    format_features: FloatArray  # [N, format feature] properties of the input and the output format
     node_formats: IntArray  # [N, 2] index into FORMATS of input and output
     log_roofline_s: FloatArray  # [N]
     launches: FloatArray  # [N]
@@ -82,7 +83,12 @@ class GraphArrays:
     virtual_pipeline: int
 
 
-def format_features(name: str, device: DeviceSpec) -> list[float]:
+def format_features(node: OpNode, device: DeviceSpec) -> list[float]:
+    """Properties of a node's input and output format."""
+    return [*_format_properties(node.input_dtype, device), *_format_properties(node.output_dtype, device)]
+
+
+def _format_properties(name: str, device: DeviceSpec) -> list[float]:
     """A format's properties and this device's matrix peak for it, relative to its 16-bit peak."""
     bits, exponent, mantissa, block = _FORMAT_PROPERTIES[name]
     reference = device.peak("bf16") if device.supports("bf16") else device.peak("fp16")
@@ -100,7 +106,6 @@ def node_features(node: OpNode, device: DeviceSpec, group: AxisGroup | None, roo
     one_hot = [float(node.kind == kind) for kind in KINDS] + [float(node.phase == phase) for phase in PHASES]
     one_hot += [float(node.axis == axis) for axis in AXES]
     op_class = [float(name in node.op) for name in _OP_CLASSES] + [float(name in node.op) for name in _RECIPES]
-    formats = format_features(node.input_dtype, device) + format_features(node.output_dtype, device)
     work = [
         log(roofline, -9), log(compute_s, -9), log(memory_s, -9), log(compute_s / (memory_s + 1e-12), 0),
         log(node.flops, 20), log(node.bytes_read, 16), log(node.bytes_written, 16), log(node.message_bytes, 16),
@@ -109,7 +114,7 @@ def node_features(node: OpNode, device: DeviceSpec, group: AxisGroup | None, roo
     sizes = [log(size, 8) for size in (*node.shape[:6], *([0] * 6))[:6]]
     group_features = [log(group.size, 0), log(group.nodes, 0), log(group.ring_bytes_per_s, 24),
                       log(group.link.latency_s, -12)] if group else [0.0] * 4  # fmt: skip
-    return [*one_hot, *op_class, *formats, *work, *sizes, *_tiles(node, device), *group_features]
+    return [*one_hot, *op_class, *work, *sizes, *_tiles(node, device), *group_features]
 
 
 def _tiles(node: OpNode, device: DeviceSpec) -> list[float]:
@@ -240,6 +245,7 @@ def featurize(job: TrainingJob, graph: TrainingGraph, layout: RankLayout) -> Gra
     ]
     return GraphArrays(
         node_features=np.array(rows, dtype=np.float32),
+        format_features=np.array([format_features(node, device) for node in graph.nodes], dtype=np.float32),
         node_formats=_formats(graph.nodes),
         log_roofline_s=np.log(np.maximum(rooflines, _LEAST_SECONDS)).astype(np.float32),
         launches=launches.astype(np.float32),

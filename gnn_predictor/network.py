@@ -28,6 +28,7 @@ class NetworkConfig:
     """Sizes of the network. ``devices`` are those that have a learned vector."""
 
     node_features: int
+    format_features: int
     hardware_features: int
     software_features: int
     workload_features: int
@@ -126,6 +127,32 @@ def _mean_over(message: Tensor, source: Tensor, target: Tensor, bias: Tensor) ->
     return total / count.clamp(min=1).unsqueeze(-1)
 
 
+class KernelStream(nn.Module):
+    """What a kernel costs on a device whatever job it is in: the only place that sees formats.
+
+    Operators and jobs share it, so a format that no run used is known from operators, and what jobs add to a kernel
+    (software, neighbours, workload) carries over from other formats.
+    """
+
+    def __init__(self, config: NetworkConfig) -> None:
+        super().__init__()
+        inputs = config.node_features + config.format_features + 2 * config.format_embedding
+        self.inputs = nn.Linear(inputs, config.hidden)
+        self.condition = nn.Linear(config.context, 2 * config.hidden)
+        self.body = nn.Sequential(
+            nn.SiLU(), nn.Linear(config.hidden, config.hidden), nn.SiLU(), nn.Linear(config.hidden, config.hidden),
+            nn.SiLU(),
+        )  # fmt: skip
+        self.outputs = nn.Linear(config.hidden, 2)
+        nn.init.zeros_(self.outputs.bias)
+        nn.init.normal_(self.outputs.weight, std=0.02)
+
+    def forward(self, inputs: Tensor, hardware: Tensor, batch: GraphBatch) -> Tensor:
+        """[N, inputs] and [B, context] -> log slowdown and log launch factor, [N, 2]."""
+        scale, shift = self.condition(hardware)[batch.node_graph].chunk(2, dim=-1)
+        return torch.as_tensor(self.outputs(self.body(self.inputs(inputs) * (1 + scale) + shift)))
+
+
 class Predictor(nn.Module):
     """Node times from a batch of graphs. Units: seconds."""
 
@@ -137,7 +164,8 @@ class Predictor(nn.Module):
         self.config = config
         hidden, context = config.hidden, config.context
         self.format = nn.Embedding(len(FORMATS), config.format_embedding)
-        self.encode = _mlp(config.node_features + 2 * config.format_embedding, hidden, hidden)
+        self.kernel = KernelStream(config)
+        self.encode = _mlp(config.node_features, hidden, hidden)
         self.hardware = _mlp(config.hardware_features, context, context)
         self.device = nn.Embedding(len(config.devices) + 1, context)
         self.software = nn.Linear(config.software_features, context)
@@ -169,15 +197,19 @@ class Predictor(nn.Module):
     def _context(self, batch: GraphBatch) -> Tensor:
         """[B, context]"""
         config = self.config
-        device = self.device(self._drop_rows(batch.device, config.device_dropout))
         software = self.software(batch.software * self._keep(len(batch.software), config.software_dropout))
         workload = _scaled(batch.workload, self.workload_scale)
         keep = self._keep(len(workload), config.workload_dropout)
         if self.training:
             keep = keep * (torch.rand_like(workload[:, 1:]) >= config.feature_dropout)
         workload = torch.cat([batch.workload[:, :1], workload[:, 1:] * keep], dim=1)  # first column: job or operator
-        total = self.hardware(batch.hardware) + device + software + self.workload(workload)
+        total = self._hardware(batch) + software + self.workload(workload)
         return torch.as_tensor(self.mix(total))
+
+    def _hardware(self, batch: GraphBatch) -> Tensor:
+        """[B, context] specification through an MLP, plus the device's learned vector."""
+        device = self.device(self._drop_rows(batch.device, self.config.device_dropout))
+        return torch.as_tensor(self.hardware(batch.hardware) + device)
 
     def _keep(self, rows: int, dropout: float) -> Tensor:
         if not self.training:
@@ -193,10 +225,14 @@ class Predictor(nn.Module):
         context = self._context(batch)
         formats = self.format(batch.node_formats).flatten(1)
         formats = formats * self._keep(len(formats), self.config.format_dropout)
-        h = self.encode(torch.cat([_scaled(batch.node_features, self.node_scale), formats], dim=-1))
+        node = _scaled(batch.node_features, self.node_scale)
+        h = self.encode(node)
         for layer in self.rounds:
             h = layer(h, context, batch)
         slowdown, exposure, launch = self.readout(h).unbind(-1)
+        kernel_inputs = torch.cat([node, batch.format_features, formats], dim=-1)
+        kernel_slowdown, kernel_launch = self.kernel(kernel_inputs, self._hardware(batch), batch).unbind(-1)
+        slowdown, launch = slowdown + kernel_slowdown, launch + kernel_launch
         host, overhead, spread, kernel = self.graph_readout(context).unbind(-1)
         launch_s = _KERNEL_LAUNCH_S * torch.exp(_limited(launch + kernel[batch.node_graph]))
         seconds = torch.exp(batch.log_roofline_s + _limited(slowdown)) + batch.launches * launch_s
