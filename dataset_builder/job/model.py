@@ -204,7 +204,7 @@ def _fill_usual_sizes(data: dict[str, Any]) -> dict[str, Any]:
     for key, derive in derived.items():
         if data.get(key) is None:
             try:
-                data[key] = max(1, derive())
+                data[key] = derive()
             except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError):
                 data[key] = 1  # what it derives from is missing or broken, and is reported itself
     return data
