@@ -160,8 +160,9 @@ def _read_bytes(directory: Path, name: str) -> bytes:
 
 
 def _read_json(directory: Path, name: str) -> Any:
+    content = _read_bytes(directory, name)
     try:
-        return json.loads(_read_bytes(directory, name))
+        return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {directory / name}: not JSON ({error})") from None
 

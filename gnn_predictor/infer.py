@@ -106,7 +106,7 @@ def _predict(jobs: Sequence[TrainingJob], options: argparse.Namespace) -> list[P
             if missing and not options.force:
                 from dataset_builder.job.errors import CannotRunError
 
-                raise CannotRunError([f"{reason} (--force predicts anyway)" for reason in missing])
+                raise CannotRunError([*missing, "--force predicts anyway"])
     import torch
 
     from gnn_predictor.prediction import predict

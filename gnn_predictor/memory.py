@@ -29,8 +29,8 @@ STATES_PER_PARAMETER = {
 RUNTIME_BYTES = 1.0e9
 # cuBLAS workspace of Hopper (32 MiB) and the smaller ones of earlier devices, and the allocator's rounding.
 WORKSPACE_BYTES = 64.0 * 2**20
-# How far measured peaks of public runs lie from this model (one standard deviation is 15%): a job whose need is above
-# the device's memory by less than this may well run.
+# How far measured peaks of public runs lie from this model (one standard deviation is 15%): a job that needs more than
+# the device has by less than this is refused like any other, but told that it may well run.
 RELATIVE_ERROR = 0.15
 # Layers whose full weights are on the device at once under ZeRO-3: the one that runs and the one gathered ahead.
 GATHERED_LAYERS = 2

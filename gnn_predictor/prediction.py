@@ -224,7 +224,7 @@ class _TracedJob:
 
     @property
     def fits_memory(self) -> bool:
-        return _memory_shortage(self.memory, self.job) <= 0
+        return max(stage.total for stage in self.memory) <= self.job.cluster.gpu.hbm_bytes
 
 
 def _trace(job: TrainingJob, force: bool) -> _TracedJob:
@@ -232,32 +232,41 @@ def _trace(job: TrainingJob, force: bool) -> _TracedJob:
     layout = rank_layout(job)
     graph = build_graph(job)
     memory = peak_memory(graph.stages, job, layout)
-    obstacles, doubts = unsupported_formats(job), []
-    shortage = _memory_shortage(memory, job)
-    if shortage > RELATIVE_ERROR:
-        obstacles = [*obstacles, _memory_arithmetic(memory, job)]
-    elif shortage > 0:
-        doubts = [f"{_memory_arithmetic(memory, job)}, but within the {RELATIVE_ERROR:.0%} error of this estimate"]
-    if obstacles and not force:
-        raise CannotRunError([f"{each} (--force predicts anyway)" for each in obstacles], source=job.name or "job")
-    warnings = (*obstacles, *doubts, *job.assumed)
+    formats, shortages = unsupported_formats(job), _memory_shortages(memory, job)
+    if (formats or shortages) and not force:
+        raise CannotRunError([*formats, *shortages, "--force predicts anyway"], source=job.name or "job")
+    warnings = (*formats, *shortages, *job.assumed)
     return _TracedJob(job, layout, graph, memory, featurize(job, graph, layout), warnings)
 
 
-def _memory_shortage(memory: Sequence[StageMemory], job: TrainingJob) -> float:
-    """By what share the fullest stage needs more than the device has; negative when it fits."""
-    return max(stage.total for stage in memory) / job.cluster.gpu.hbm_bytes - 1.0
+def _memory_shortages(memory: Sequence[StageMemory], job: TrainingJob) -> list[str]:
+    """Nothing when every stage fits; else the arithmetic of every stage, and what can be said about the shortage."""
+    gpu = job.cluster.gpu
+    shortage = max(stage.total for stage in memory) - gpu.hbm_bytes
+    if shortage <= 0:
+        return []
+    share = shortage / gpu.hbm_bytes
+    verdict = f"memory: {_gigabytes(shortage)} ({share:.1%}) too much for {gpu.name}"
+    if share <= RELATIVE_ERROR:
+        verdict += f", within the {RELATIVE_ERROR:.0%} error of this estimate: the job may run"
+    return [
+        *(_memory_arithmetic(index, stage, gpu) for index, stage in enumerate(memory)),
+        verdict,
+    ]
 
 
-def _memory_arithmetic(memory: Sequence[StageMemory], job: TrainingJob) -> str:
-    worst = max(range(len(memory)), key=lambda stage: memory[stage].total)
-    need, gpu = memory[worst], job.cluster.gpu
+def _memory_arithmetic(index: int, stage: StageMemory, gpu: DeviceSpec) -> str:
     parts = ("params", "grads", "optimizer", "activations", "other")
-    arithmetic = " + ".join(f"{part} {getattr(need, part) / 1e9:.1f}" for part in parts)
+    arithmetic = " + ".join(f"{part} {getattr(stage, part) / 1e9:.1f}" for part in parts)
+    fits = "fits" if stage.total <= gpu.hbm_bytes else "does not fit"
     return (
-        f"memory: stage {worst} needs {need.total / 1e9:.1f} GB per GPU ({arithmetic}), "
-        f"{gpu.name} has {gpu.hbm_bytes / 1e9:.1f} GB"
+        f"memory: stage {index} needs {_gigabytes(stage.total)} per GPU ({arithmetic}), "
+        f"{gpu.name} has {_gigabytes(gpu.hbm_bytes)}: {fits}"
     )
+
+
+def _gigabytes(size_bytes: float) -> str:
+    return f"{size_bytes / 1e9:.1f} GB"
 
 
 @functools.lru_cache(maxsize=4)

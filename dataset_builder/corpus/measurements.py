@@ -20,8 +20,9 @@ from typing import Any
 
 import pandas as pd
 
+from dataset_builder.corpus.job_row import JOB_COLUMNS, REQUIRED_COLUMNS, SIZE_COLUMNS, RowError
 from dataset_builder.corpus.operators import OperatorError, OperatorRow, operator_node
-from dataset_builder.corpus.run_jobs import JOB_COLUMNS, REQUIRED_COLUMNS, SIZE_COLUMNS, RowError, job_mapping
+from dataset_builder.corpus.run_jobs import job_mapping
 from dataset_builder.corpus.spellings import precision_name
 from dataset_builder.job.errors import JobError
 from dataset_builder.job.hardware import DeviceSpec

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from dataset_builder.job.reasons import shown, suggestion
 from dataset_builder.job.values import CountOrZero, Frozen
 
 Format = Literal["fp32", "tf32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "mxfp8", "nvfp4", "int64", "bool"]
@@ -68,7 +69,8 @@ class PrecisionPolicy(Frozen):
             return data
         name = data["preset"]
         if not isinstance(name, str) or name not in PRECISION_PRESETS:
-            raise ValueError(f"preset: got {name!r}; expected one of {', '.join(PRECISION_PRESETS)}")
+            near = suggestion(str(name), tuple(PRECISION_PRESETS))
+            raise ValueError(f"preset: got {shown(name)}; expected one of {', '.join(PRECISION_PRESETS)}{near}")
         return {**PRECISION_PRESETS[name], **{key: value for key, value in data.items() if value is not None}}
 
     @property

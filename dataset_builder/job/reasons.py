@@ -27,6 +27,8 @@ _EXPECTED = {
 _LIMITS = {"greater_than_equal": ("at least", "ge"), "greater_than": ("more than", "gt"),
            "less_than_equal": ("at most", "le"), "less_than": ("less than", "lt")}  # fmt: skip
 
+_WAYS_TO_A_MODEL = ("preset", "config", "sizes", "overrides")  # no fields: they are resolved to sizes
+
 
 def reasons_of(error: ValidationError, root: type[BaseModel], data: Any = None) -> list[str]:
     """One reason per mistake. ``data`` is the mapping as the user wrote it, for the spelling of key paths."""
@@ -69,7 +71,7 @@ def _explain(detail: dict[str, Any], root: type[BaseModel]) -> str:
         return "missing; expected a value"
     if kind == "extra_forbidden":
         *parents, key = detail["loc"]
-        known = _keys_at(root, parents)
+        known = [*(_WAYS_TO_A_MODEL if parents == ["model"] else ()), *_keys_at(root, parents)]
         return f"unknown key{suggestion(str(key), known)}; expected one of {', '.join(known)}"
     if kind in _LIMITS:
         words, name = _LIMITS[kind]

@@ -52,9 +52,13 @@ def _three_digits(value: float) -> str:
 def _headline(prediction: Prediction) -> list[Text]:
     job, gpus = prediction.job, prediction.job.cluster.num_gpus
     plan, batch = job.parallel, job.batch
+    microbatches = f"{prediction.num_microbatches:,} microbatch{'es' if prediction.num_microbatches != 1 else ''}"
+    lengths = f"{batch.seq_length:,}"
+    if job.model.architecture == "encoder_decoder":
+        lengths += f" + {batch.target_seq_length:,}"
     layout = (
         f"TP{plan.tensor} PP{plan.pipeline} DP{prediction.data_parallel} CP{plan.context} EP{plan.expert}, "
-        f"{plan.schedule or '1f1b'} of {prediction.num_microbatches} microbatches, sharding {plan.sharding or 'none'}"
+        f"{plan.schedule or '1f1b'} of {microbatches}, sharding {plan.sharding or 'none'}"
     )
     name = job.name or job.model.name or "job"
     lines = [
@@ -69,8 +73,8 @@ def _headline(prediction: Prediction) -> list[Text]:
         ),
         Text(layout),
         Text(
-            f"{prediction.tokens_per_iteration:,} tokens per step ({batch.global_batch_size} sequences of "
-            f"{batch.seq_length}), {prediction.tokens_per_s:,.0f} tokens/s, "
+            f"{prediction.tokens_per_iteration:,} tokens per step ({batch.global_batch_size:,} sequences of "
+            f"{lengths}), {prediction.tokens_per_s:,.0f} tokens/s, "
             f"{prediction.tokens_per_s / gpus:,.0f} per GPU"
         ),
         Text(

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from dataset_builder.corpus.job_row import REQUIRED_COLUMNS, RowError
 from dataset_builder.corpus.measurements import (
     LABEL_COLUMNS,
     RunMeasurement,
@@ -19,7 +20,7 @@ from dataset_builder.corpus.measurements import (
     read_table,
     shipped_table,
 )
-from dataset_builder.corpus.run_jobs import REQUIRED_COLUMNS, RowError, job_mapping
+from dataset_builder.corpus.run_jobs import job_mapping
 from dataset_builder.job.errors import JobError
 
 GPT_22B: dict[str, Any] = {

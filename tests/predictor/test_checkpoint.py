@@ -88,7 +88,7 @@ def _pickle_weights(path: Path) -> None:
         (_pickle_weights, "not a safetensors file"),
         (lambda path: (path / MODEL_FILE).write_bytes((path / MODEL_FILE).read_bytes()[:-4]), "not a safetensors file"),
         (lambda path: (path / MODEL_FILE).unlink(), "no such file"),
-        (lambda path: (path / CONFIG_FILE).unlink(), "no such file"),
+        (lambda path: (path / CONFIG_FILE).unlink(), r"config\.json: no such file"),
         (lambda path: (path / CONFIG_FILE).write_text("{"), "not JSON"),
         (lambda path: (path / CONFIG_FILE).write_text("[" * 100_000), "not JSON"),
         (lambda path: (path / CONFIG_FILE).write_text("[]"), "format_version"),

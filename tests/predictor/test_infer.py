@@ -15,6 +15,8 @@ import pytest
 from gnn_predictor import __version__
 from gnn_predictor.infer import main
 
+_ROOT = Path(__file__).parents[2]
+_EXAMPLES = _ROOT / "conf" / "job"
 _JOB = """
 name: small
 model: {num_layers: 8, hidden_size: 1024, num_attention_heads: 16, vocab_size: 51200}
@@ -111,6 +113,15 @@ def test_a_file_that_cannot_be_read_is_named(path: str, tmp_path: Path, capsys: 
     assert str(tmp_path / path) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", [*(file.name for file in sorted(_EXAMPLES.glob("*.yaml"))), "README"])
+def test_shipped_jobs_and_the_readmes_run_and_fit(name: str, tmp_path: Path, untrained: Path) -> None:
+    file = _EXAMPLES / name
+    if name == "README":
+        file = tmp_path / "job.yaml"
+        file.write_text((_ROOT / "README.md").read_text().split("```yaml\n")[1].split("```")[0])
+    assert main([str(file), "--checkpoint", str(untrained)]) == 0
+
+
 def test_bad_usage_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, code in (([], 2), (["--nonsense"], 2), (["--help"], 0), (["--version"], 0)):
         with pytest.raises(SystemExit) as stop:
@@ -127,7 +138,7 @@ def test_a_bad_job_is_answered_at_once(tmp_path: Path) -> None:
     seconds: list[float] = []
     for _ in range(3):
         start = time.perf_counter()
-        done: Any = subprocess.run(command, capture_output=True, cwd=Path(__file__).parents[2])
+        done: Any = subprocess.run(command, capture_output=True, cwd=_ROOT)
         seconds.append(time.perf_counter() - start)
         assert done.returncode == 2
     assert min(seconds) < 0.5

@@ -72,12 +72,20 @@ def test_a_job_that_does_not_fit_is_refused_with_the_arithmetic(job_of: Any, unt
     assert any(warning.startswith("memory:") for warning in forced.warnings)
 
 
-def test_a_job_on_the_edge_of_its_memory_is_answered_with_a_doubt(job_of: Any, untrained: Path) -> None:
-    need = max(stage.peak_memory_bytes for stage in predict(job_of(), checkpoint=untrained).stages)
-    device = job_of().cluster.gpu.model_dump() | {"name": "edge", "hbm_bytes": need * 0.95}
-    prediction = predict(job_of(cluster={"gpu": device}), checkpoint=untrained)
-    assert not prediction.fits_memory
-    assert any("within the 15% error" in warning for warning in prediction.warnings)
+def test_a_job_just_above_its_memory_is_refused_with_every_stage_and_a_hint(job_of: Any, untrained: Path) -> None:
+    plan = {"pipeline": 4, "schedule": "1f1b"}
+    need = max(stage.peak_memory_bytes for stage in predict(job_of(parallel=plan), checkpoint=untrained).stages)
+    device = job_of().cluster.gpu.model_dump() | {"name": "edge", "hbm_bytes": need * 0.99}
+    edge = job_of(cluster={"gpu": device}, parallel=plan)
+    with pytest.raises(CannotRunError) as error:
+        predict(edge, checkpoint=untrained)
+    *stages, verdict, advice = error.value.reasons
+    assert [reason.split(" needs")[0] for reason in stages] == [f"memory: stage {index}" for index in range(4)]
+    assert [reason.endswith("does not fit") for reason in stages] == [False, False, False, True]  # the head's
+    assert "(1.0%) too much" in verdict
+    assert "within the 15% error" in verdict
+    assert advice == "--force predicts anyway"
+    assert not predict(edge, checkpoint=untrained, force=True).fits_memory
 
 
 def test_a_format_without_hardware_is_refused(job_of: Any, untrained: Path) -> None:
