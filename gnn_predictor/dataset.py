@@ -24,8 +24,8 @@ from gnn_predictor.batch import GraphBatch, device_index, pipeline_shape, stage_
 from gnn_predictor.features import (
     FORMATS,
     GraphArrays,
-    hardware_features,
     format_features,
+    hardware_features,
     node_features,
     operator_software_features,
 )
@@ -126,7 +126,16 @@ class OperatorExamples:
 
     def select(self, rows: Tensor) -> OperatorExamples:
         """The operators at these positions."""
-        columns = ("node_features", "format_features", "node_formats", "log_roofline_s", "launches", "is_message", "log_seconds", "place")
+        columns = (
+            "node_features",
+            "format_features",
+            "node_formats",
+            "log_roofline_s",
+            "launches",
+            "is_message",
+            "log_seconds",
+            "place",
+        )
         chosen = {name: getattr(self, name)[rows] for name in columns}
         return replace(self, table=self.table.iloc[rows.numpy()].reset_index(drop=True), **chosen)
 

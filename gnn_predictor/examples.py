@@ -10,11 +10,13 @@ import pandas as pd
 
 from dataset_builder.corpus.build import Corpus
 from dataset_builder.corpus.measurements import OpMeasurement, RunMeasurement
+from dataset_builder.job.precision import PrecisionPolicy
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.layout import rank_layout
+from dataset_builder.tracing.trace import build_graph
 from gnn_predictor.baselines import analytic_features, job_key, pair_group, reference_row
 from gnn_predictor.dataset import OperatorExamples, RunExamples, operator_examples
-from gnn_predictor.features import featurize
+from gnn_predictor.features import GraphArrays, featurize
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Examples:
     """Everything a training needs of a corpus."""
 
     runs: RunExamples
+    blind_runs: RunExamples | None  # the same runs traced as if all computed in 16 bits, for baseline B3
     measurements: tuple[RunMeasurement, ...]  # of the runs, in order
     operators: OperatorExamples
     reference: tuple[dict[str, float | str], ...]  # the baselines' features of the runs
@@ -33,7 +36,7 @@ class Examples:
         return [run.job for run in self.measurements if run.job is not None]
 
 
-def load_examples(corpus: Corpus, max_runs: int | None, max_operators: int | None) -> Examples:
+def load_examples(corpus: Corpus, max_runs: int | None, max_operators: int | None, blind: bool = False) -> Examples:
     """Features of a corpus; with a maximum, an even and reproducible choice of its rows."""
     usable = [run for run in corpus.runs if run.job is not None and run.is_timed]
     measurements = _spread_out(usable, max_runs)
@@ -48,14 +51,23 @@ def load_examples(corpus: Corpus, max_runs: int | None, max_operators: int | Non
     chosen = _evenly(corpus.operators, max_operators)
     devices = tuple(sorted({graph.device_name for graph in graphs} | {op.device.name for op in chosen}))
     operators = operator_examples(chosen, devices, num_workload=graphs[0].workload.shape[1])
+    table = run_table(measurements)
     return Examples(
-        RunExamples(run_table(measurements), tuple(graphs)),
+        RunExamples(table, tuple(graphs)),
+        RunExamples(table, tuple(_blind(run.job) for run in measurements if run.job)) if blind else None,
         tuple(measurements),
         operators,
         tuple(reference),
         devices,
         corpus.content_hash,
     )
+
+
+def _blind(job: TrainingJob) -> GraphArrays:
+    """A job as one that computes in 16 bits, whatever it computes in."""
+    preset = "bf16_mixed" if job.cluster.gpu.supports("bf16") else "fp16_mixed"
+    sixteen = job.model_copy(update={"precision": PrecisionPolicy.model_validate(preset)}).resolved()
+    return featurize(sixteen, build_graph(sixteen), rank_layout(sixteen))
 
 
 def run_table(measurements: Sequence[RunMeasurement]) -> pd.DataFrame:

@@ -42,7 +42,6 @@ class NetworkConfig:
     format_dropout: float = 0.3
     workload_dropout: float = 0.1
     feature_dropout: float = 0.1  # of single workload features
-    hide_formats: bool = False  # baseline B3: every format looks like the job's widest
 
 
 @dataclass(frozen=True)
