@@ -1,0 +1,153 @@
+"""The held-out protocols of the method, each judged beside every baseline on the same rows.
+
+P1 unseen jobs, P2 unseen precision, P3 unseen precision with its operators hidden too, P4 unseen GPU, P5 unseen source.
+B3 is the same network, trained and tested in the same splits on graphs that were traced as if every job computed in 16
+bits: what a predictor of one format knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dataset_builder.corpus import splits
+from dataset_builder.corpus.splits import Split
+from gnn_predictor.baselines import BASELINES, fitted_predictions
+from gnn_predictor.checkpoint import Interval
+from gnn_predictor.crossvalidation import (
+    FitTask,
+    Floats,
+    Workshop,
+    conformal_factor,
+    operator_errors,
+    predict_graphs,
+    split_tasks,
+    trained,
+)
+from gnn_predictor.examples import Examples
+from gnn_predictor.fitting import FitSettings
+from gnn_predictor.metrics import BASELINE_PREFIX, evaluation_metrics, operator_figures
+
+NAMES = ("P1", "P2", "P3", "P4", "P5")
+
+
+def protocol_splits(name: str, examples: Examples, folds: int) -> list[Split]:
+    """The splits of a protocol."""
+    runs = examples.measurements
+    if name == "P1":
+        return splits.unseen_jobs(runs, folds)
+    if name in ("P2", "P3"):
+        return splits.unseen_precision(runs, hide_operators=name == "P3")
+    return splits.unseen_gpu(runs) if name == "P4" else splits.unseen_source(runs)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A protocol with the fits it needs, by split; ``blind`` are those of B3."""
+
+    name: str
+    splits: tuple[Split, ...]
+    shop: Workshop
+    tasks: Mapping[str, list[FitTask]]
+    blind_shop: Workshop | None
+    blind: Mapping[str, list[FitTask]]
+
+    @classmethod
+    def plan(
+        cls, name: str, each: Sequence[Split], shop: Workshop, blind_shop: Workshop | None,
+        settings: FitSettings, members: int,
+    ) -> Protocol:  # fmt: skip
+        """The fits of all splits, not yet run."""
+        tasks = {split.name: split_tasks(split, shop, settings, members) for split in each}
+        blind = {
+            split: [replace(task, name=f"B3-{task.name}") for task in of_split] if blind_shop else []
+            for split, of_split in tasks.items()
+        }
+        return cls(name, tuple(each), shop, tasks, blind_shop, blind)
+
+    def held_out(self) -> pd.DataFrame:
+        """Every test row with ``predicted_s``, ``spread``, ``split`` and, with B3, ``baseline_b3_s``."""
+        return pd.concat([self._split(split) for split in self.splits]).reset_index(drop=True)
+
+    def _split(self, split: Split) -> pd.DataFrame:
+        rows = np.array(split.test, dtype=np.int64)
+        test = self.shop.runs.select(rows)
+        predicted = predict_graphs(trained(self.tasks[split.name], self.shop), test.graphs)
+        table = pd.concat([test.table, predicted], axis=1).assign(split=split.name)
+        if self.blind_shop is not None:
+            blind = trained(self.blind[split.name], self.blind_shop)
+            seconds = predict_graphs(blind, self.blind_shop.runs.select(rows).graphs)["predicted_s"]
+            table[f"{BASELINE_PREFIX}b3_s"] = seconds
+        return table
+
+    def unseen_operators(self) -> dict[str, Any]:
+        """Errors on the operators that a split did not see."""
+        operators = self.shop.operators
+        parts = []
+        for split in self.splits:
+            tasks = self.tasks[split.name]
+            unseen = np.ones(len(operators), dtype=bool)
+            unseen[list(tasks[0].operators)] = False
+            parts.append(operator_errors(trained(tasks, self.shop), operators, unseen))
+        return operator_figures(pd.concat(parts))
+
+
+def protocol_metrics(protocol: Protocol, held_out: pd.DataFrame, examples: Examples) -> dict[str, Any]:
+    """The figures of a protocol, the baselines' beside them, and the mean over splits' MAPE for P2 to P5."""
+    table = held_out.rename(columns={"predicted_s": "predicted_iter_time_s"})
+    log_error = log_errors(table["predicted_iter_time_s"], table["iter_time_s"])
+    spread = table["spread"].to_numpy(float)
+    factor = np.empty(len(table))
+    for name in table["split"].unique():  # a split's interval is calibrated on the other splits
+        inside = (table["split"] == name).to_numpy()
+        others = ~inside if (~inside).any() else inside
+        factor[inside] = conformal_factor(log_error[others], spread[others], Interval().level)
+    table["predicted_low_s"] = table["predicted_iter_time_s"] * np.exp(-factor * spread)
+    table["predicted_high_s"] = table["predicted_iter_time_s"] * np.exp(factor * spread)
+    table = table.assign(status="ok", in_domain=True, predicted_peak_mem_gb=np.nan)
+    table = table.join(_baselines(protocol, table, examples))
+    figures = evaluation_metrics(table)
+    predicted = {"network": "predicted_iter_time_s"} | {
+        column.removeprefix(BASELINE_PREFIX).removesuffix("_s"): column
+        for column in table.columns
+        if column.startswith(BASELINE_PREFIX)
+    }
+    figures["macro_mape_by_split_percent"] = {
+        name: _macro_by_split(table, column) for name, column in predicted.items()
+    }
+    return figures
+
+
+def _macro_by_split(table: pd.DataFrame, column: str) -> float:
+    error = (table[column] / table["iter_time_s"] - 1).abs() * 100
+    return float(error.groupby(table["split"]).mean().mean())
+
+
+def _baselines(protocol: Protocol, table: pd.DataFrame, examples: Examples) -> pd.DataFrame:
+    """B0-B2 for every held-out row, fitted on the rows its split was trained on."""
+    reference = pd.DataFrame(list(examples.reference))
+    by_run = reference.set_index("run_id")
+    parts = []
+    for split in protocol.splits:
+        rows = table[table["split"] == split.name]
+        own = by_run.loc[rows["run_id"]].reset_index().set_index(rows.index)
+        parts.append(fitted_predictions(reference.iloc[list(split.train)], own))
+    predicted = pd.concat(parts).loc[table.index, list(BASELINES)]
+    return predicted.rename(columns=lambda name: f"{BASELINE_PREFIX}{name}_s")
+
+
+def interval_of(held_out: pd.DataFrame) -> Interval:
+    """The interval that covers 90% of unseen jobs, in units of the spread that the network expects."""
+    log_error = log_errors(held_out["predicted_s"], held_out["iter_time_s"])
+    factor = conformal_factor(log_error, held_out["spread"].to_numpy(float), Interval().level)
+    return Interval(low=factor, high=factor)
+
+
+def log_errors(predicted: pd.Series[float], measured: pd.Series[float]) -> Floats:
+    """Natural logarithm of predicted over measured."""
+    errors: Floats = np.log(predicted.to_numpy(float) / measured.to_numpy(float))
+    return errors
