@@ -32,8 +32,8 @@ from gnn_predictor.features import (
 
 _SHIFTED_BY_NODES = ("edge_index", "entry_node")
 _TENSORS = (
-    "node_features", "format_features", "node_formats", "log_roofline_s", "launches", "is_overlappable", "edge_index", "edge_kind",
-    "entry_node", "entry_cell", "entry_weight", "cell_launches", "hardware", "software", "workload",
+    "node_features", "format_features", "node_formats", "log_roofline_s", "launches", "is_overlappable", "edge_index",
+    "edge_kind", "entry_node", "entry_cell", "entry_weight", "cell_launches", "hardware", "software", "workload",
 )  # fmt: skip
 
 

@@ -28,7 +28,14 @@ from dataset_builder.corpus.build import open_corpus
 from dataset_builder.job.errors import JobError
 from gnn_predictor.baselines import write_reference
 from gnn_predictor.card import model_card
-from gnn_predictor.checkpoint import Checkpoint, CheckpointConfig, CheckpointError, load_checkpoint, save_checkpoint
+from gnn_predictor.checkpoint import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointError,
+    Interval,
+    load_checkpoint,
+    save_checkpoint,
+)
 from gnn_predictor.crossvalidation import FitTask, Workshop, fit_all, trained
 from gnn_predictor.domain import domain_of
 from gnn_predictor.examples import Examples, load_examples
@@ -159,7 +166,7 @@ def _write(
             network=asdict(config),
             domain=domain_of(examples.jobs),
             training={"fit": asdict(settings.fit), "members": settings.members, "runs": len(examples.runs)},
-            **({"interval": interval_of(held_out["P1"])} if "P1" in held_out else {}),
+            interval=interval_of(held_out["P1"]) if "P1" in held_out else Interval(),
         )
         checkpoint = Checkpoint(description, dict(trained(final, shop).state_dict()), metrics)
     else:
