@@ -37,7 +37,7 @@ def _predicted(name: str, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _differences(value: Any, golden: Any, rounding_s: float, path: str) -> list[str]:
-    """Every leaf that is not as it was, by its key path. A bubble is a difference of long times: it has their rounding."""
+    """Every leaf that is not as it was, by its key path. A bubble has the rounding of what it is the rest of."""
     if isinstance(value, dict) and isinstance(golden, dict) and value.keys() == golden.keys():
         pairs = [(value[key], golden[key], f"{path}.{key}") for key in golden]
     elif isinstance(value, list) and isinstance(golden, list) and len(value) == len(golden):
