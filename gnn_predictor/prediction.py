@@ -235,8 +235,16 @@ def _trace(job: TrainingJob, force: bool) -> _TracedJob:
     formats, shortages = unsupported_formats(job), _memory_shortages(memory, job)
     if (formats or shortages) and not force:
         raise CannotRunError([*formats, *shortages, "--force predicts anyway"], source=job.name or "job")
-    warnings = (*formats, *shortages, *job.assumed)
+    warnings = (*formats, *shortages, *_approximations(job), *job.assumed)
     return _TracedJob(job, layout, graph, memory, featurize(job, graph, layout), warnings)
+
+
+def _approximations(job: TrainingJob) -> list[str]:
+    """What of a job is timed as something simpler."""
+    schedule = job.parallel.schedule
+    if job.parallel.pipeline == 1 or schedule not in ("zero_bubble", "dualpipe"):
+        return []
+    return [f"parallel.schedule: {schedule} is timed as 1f1b, whose bubbles are longer"]
 
 
 def _memory_shortages(memory: Sequence[StageMemory], job: TrainingJob) -> list[str]:

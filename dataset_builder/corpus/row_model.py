@@ -9,6 +9,9 @@ from typing import Any
 from dataset_builder.corpus.job_row import ARCHITECTURES, JobRow
 
 _DEEPSEEK_V3_MLA = (1536, 512, 128, 64, 128)  # arXiv 2412.19437, section 4.2
+_FINE_TUNING = r"squad|\bner\b|mrpc|mnli|glue|sst-?2"
+_GATHERS_MASKED_POSITIONS = ("deepspeed-bert", "mlperf", "nvidia-dle")  # sources whose BERT is NVIDIA's
+_MASKED_FRACTION = 80 / 512  # max_predictions_per_seq of 512; 20 of 128
 _ADAPTIVE_SOFTMAX_CLASSES = 32_768  # head cluster of 20,000 words plus the rarely computed tails, arXiv 1901.02860
 
 
@@ -43,7 +46,7 @@ def row_model(row: JobRow) -> dict[str, Any]:
     if from_scratch:
         _megatron_arguments(row, model)
     if kind.architecture == "encoder":
-        model |= {"mlm_head": "squad" not in row.model_name.lower(), "num_token_types": 2}
+        model |= {"num_token_types": 2, **_encoder_head(row)}
     if kind.architecture == "encoder_decoder":
         _encoder_decoder(row, model)
     if row.count("num_experts"):
@@ -52,6 +55,19 @@ def row_model(row: JobRow) -> dict[str, Any]:
     _shipped_details(row, model)
     _approximations(row, model)
     return model
+
+
+def _encoder_head(row: JobRow) -> dict[str, Any]:
+    """Fine-tuning has a classifier in place of the vocabulary; NVIDIA's pre-training scripts gather masked positions.
+
+    Megatron-LM's and Hugging Face's BERT compute the vocabulary at every position.
+    """
+    if re.search(_FINE_TUNING, row.model_name.lower()):
+        return {"head": "classification"}
+    if row.text("source_id") not in _GATHERS_MASKED_POSITIONS:
+        return {"head": "mlm"}
+    row.assume(f"masked_fraction: {_MASKED_FRACTION} taken, the scripts' 80 predictions in 512 positions")
+    return {"head": "mlm", "masked_fraction": _MASKED_FRACTION}
 
 
 def _dropout(row: JobRow) -> float:
@@ -161,8 +177,8 @@ def _approximations(row: JobRow, model: dict[str, Any]) -> None:
             f"vocab_size: the adaptive softmax is taken as a plain one over {_ADAPTIVE_SOFTMAX_CLASSES} words; "
             "the recurrent memory's keys are not counted"
         )
-    if row.arch == "electra":
-        row.assume("model: the discriminator only, with a vocabulary head; the generator's layers are not counted")
+    if row.arch == "electra" and model["head"] == "mlm":
+        row.assume("model: the discriminator with the generator's vocabulary head; its layers are not counted")
     if row.is_frozen:
         row.assume("model: LoRA on frozen base weights, taken as training without an optimizer step")
     if "mtp" in row.model_name.lower() or "mtp_num_layers" in row.flags or "MTP layer probably" in row.notes:

@@ -89,5 +89,9 @@ def _cross_attention_flops(model: ModelSpec, source: int, target: int) -> float:
 
 
 def _head_flops(model: ModelSpec, tokens: int) -> float:
-    transform = model.hidden_size**2 if model.mlm_head else 0
-    return 2.0 * tokens * (model.hidden_size * model.vocab_size + transform)
+    hidden = model.hidden_size
+    if model.head == "classification":
+        return 2.0 * tokens * hidden * model.num_labels
+    if model.head == "mlm":
+        return 2.0 * tokens * model.masked_fraction * hidden * (model.vocab_size + hidden)
+    return 2.0 * tokens * hidden * model.vocab_size

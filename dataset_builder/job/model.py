@@ -52,7 +52,12 @@ class MLASpec(Frozen):
 
 
 class ModelSpec(Frozen):
-    """A transformer. Every size is complete after validation; ``vocab_size`` is used as given, without padding."""
+    """A transformer. Every size is complete after validation; ``vocab_size`` is used as given, without padding.
+
+    ``head``: a projection to the vocabulary (``lm``), the same behind a dense layer and a norm (``mlm``, BERT), or to
+    ``num_labels`` per position (``classification``: fine-tuning). An ``mlm`` head that first gathers the masked
+    positions, as NVIDIA's BERT does, computes ``masked_fraction`` of them (80 of 512, 20 of 128: 0.15625).
+    """
 
     name: str | None = None
     architecture: Literal["decoder", "encoder", "encoder_decoder"] = "decoder"
@@ -84,7 +89,9 @@ class ModelSpec(Frozen):
     post_norm: bool = False
     parallel_block: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    mlm_head: bool = False
+    head: Literal["lm", "mlm", "classification"] = "lm"
+    num_labels: Count = 2
+    masked_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     moe: MoESpec | None = None
     mla: MLASpec | None = None
     assumed: tuple[str, ...] = Field(default=(), exclude=True)
@@ -112,6 +119,8 @@ class ModelSpec(Frozen):
             wrong.append(
                 f"moe.dense_layers: got {max(self.moe.dense_layers)}; expected layer indices below {self.num_layers}"
             )
+        if self.masked_fraction < 1 and self.head != "mlm":
+            wrong.append(f"masked_fraction: got {self.masked_fraction} with head {self.head}; expected head: mlm")
         if self.architecture != "encoder_decoder" and self.encoder_layers + self.decoder_layers == 0:
             wrong.append("num_layers: got 0; expected at least 1")
         if wrong:
@@ -298,7 +307,7 @@ def _mixture_parameters(model: ModelSpec, moe: MoESpec, experts: int) -> int:
 def _embedding_parameters(model: ModelSpec, norm: int) -> int:
     """Embeddings, heads and the norms outside the layers."""
     hidden, vocab = model.hidden_size, model.vocab_size
-    total = vocab * hidden * (1 if model.tie_embeddings else 2)
+    total = vocab * hidden * (1 if model.tie_embeddings or model.head == "classification" else 2)
     total += norm * (2 if model.architecture == "encoder_decoder" else 1)  # BERT's stands behind its embedding
     total += model.num_token_types * hidden
     if model.position_embedding == "learned":
@@ -306,6 +315,8 @@ def _embedding_parameters(model: ModelSpec, norm: int) -> int:
     if model.position_embedding == "relative":
         stacks = (model.encoder_layers > 0) + (model.decoder_layers > 0)
         total += stacks * model.relative_buckets * model.num_attention_heads
-    if model.mlm_head:
+    if model.head == "mlm":
         total += hidden * hidden + hidden + norm + vocab
+    if model.head == "classification":
+        total += (hidden + 1) * model.num_labels
     return total

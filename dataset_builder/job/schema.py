@@ -212,8 +212,11 @@ class TrainingJob(Frozen):
             for key, value in (("precision", "bf16_mixed"), ("optimizer", "adamw"))
             if key not in self.model_fields_set
         ]
-        if "gpus_per_node" not in self.cluster.model_fields_set:
-            notes.append(f"cluster.gpus_per_node: {self.cluster.gpus_per_node} assumed (not given)")
+        notes += [
+            f"cluster.{key}: {getattr(self.cluster, key)} assumed (not given)"
+            for key in ("num_nodes", "gpus_per_node")
+            if key not in self.cluster.model_fields_set
+        ]
         cluster = _resolved_cluster(self.cluster, notes)
         _note_software(self, notes)
         parallel = _resolved_parallel(self, notes)
@@ -305,6 +308,9 @@ def _resolved_parallel(job: TrainingJob, notes: list[str]) -> ParallelPlan:
     if plan.recompute is None:
         filled["recompute"] = Recompute()
         notes.append("parallel.recompute: none assumed (not given)")
+    if "overlap" not in plan.model_fields_set and job.cluster.num_gpus > 1:
+        hidden = ", ".join(name for name, is_hidden in plan.overlap if is_hidden)
+        notes.append(f"parallel.overlap: {hidden} assumed to run beside compute (not given)")
     if plan.shard_size is None and plan.sharding == "hsdp":
         filled["shard_size"] = math.gcd(data * plan.context, max(1, job.cluster.gpus_per_node // plan.tensor))
         notes.append(f"parallel.shard_size: {filled['shard_size']} assumed, one node's share (not given)")

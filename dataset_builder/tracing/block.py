@@ -128,6 +128,16 @@ def record_block(structure: BlockStructure, sizes: Mapping[str, int], fake: bool
     return recording
 
 
+def _labels(context: BlockContext) -> tuple[Tensor, Tensor | None]:
+    """A head's labels, and the positions it computes (``None``: all)."""
+    sizes, structure = context.sizes, context.structure
+    if structure.masked_positions:
+        ranks = sizes["t"] if context.is_scattered else 1
+        return torch.zeros(sizes["M"] * ranks, dtype=torch.long), torch.zeros(sizes["M"], dtype=torch.long)
+    length = context.local_length if structure.head == "classification" else context.full_length
+    return torch.zeros(length, sizes["b"], dtype=torch.long), None
+
+
 @dataclass
 class _Run:
     """A block with its arguments; ``activations`` are those that carry gradients to the block before."""
@@ -159,7 +169,7 @@ def _build(context: BlockContext) -> tuple[Recording, _Run]:
     elif structure.block == "head":
         block = Head(context)
         activations = (activation(local),)
-        arguments = (activations[0], indices(full, batch))
+        arguments = (activations[0], *_labels(context))
     else:
         block = Layer(context)
         tables = _tables(context)

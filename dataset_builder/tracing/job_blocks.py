@@ -183,12 +183,14 @@ def _embedding_structure(job: TrainingJob, shared: BlockStructure) -> BlockStruc
 
 
 def _head_structure(job: TrainingJob, shared: BlockStructure) -> BlockStructure:
+    model = job.model
     return dataclasses.replace(
         shared,
         block="head",
         dropout=False,
-        mlm_head=job.model.mlm_head,
-        lm_head=job.precision.lm_head or job.precision.compute,
+        head=model.head,
+        masked_positions=model.masked_fraction < 1,
+        lm_head="fp32" if model.head == "classification" else job.precision.lm_head or job.precision.compute,
     )
 
 
@@ -216,6 +218,7 @@ def block_sizes(job: TrainingJob, layout: RankLayout, is_decoder: bool) -> dict[
     if model.architecture == "encoder_decoder" and is_decoder:
         length = batch.target_seq_length or batch.seq_length
     positions = length / context
+    is_scattered = tensor > 1 and bool(job.parallel.sequence_parallel)
     groups = max(1.0, model.num_query_groups / tensor)
     per_group = _heads_per_group(job)
     sizes = {
@@ -225,6 +228,8 @@ def block_sizes(job: TrainingJob, layout: RankLayout, is_decoder: bool) -> dict[
         "f": model.ffn_hidden_size / tensor, "v": -(-model.vocab_size // tensor),
         "p": model.max_position_embeddings or batch.seq_length, "y": max(1, model.num_token_types),
         "w": min(model.window or length, length),
+        "M": batch.micro_batch_size * positions * model.masked_fraction / (tensor if is_scattered else 1),
+        "C": model.num_labels,
     }  # fmt: skip
     if model.moe:
         moe = model.moe

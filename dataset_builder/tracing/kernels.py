@@ -37,6 +37,7 @@ _KIND_OF_OP: dict[str, str] = {
     **dict.fromkeys(
         ("clone", "copy_", "cat", "slice_backward", "select_backward", "zeros", "new_zeros", "zeros_like", "zero_",
          "permute", "relative_shift", "stack", "gather", "scatter_add", "scatter", "fill_", "index", "index_put",
+         "index_select", "index_add",
          "_foreach_copy_", "_foreach_zero_", "constant_pad_nd", "split_with_sizes_copy"), "copy"
     ),
     **dict.fromkeys(("_fused_adamw_", "_fused_adam_", "_fused_sgd_"), "optimizer"),
@@ -412,7 +413,7 @@ def _is_negligible(op: RawOp) -> bool:
 def _reads(op: RawOp) -> list[TensorRef]:
     """What an operator reads: of a table only the rows it looks up, of a gathered tensor only what is picked."""
     name = _short(op)
-    if name in ("embedding", "gather"):
+    if name in ("embedding", "gather", "index_select"):
         table = TensorRef(op.inputs[0].storage, op.outputs[0].shape, op.inputs[0].fmt)
         return [table, *op.inputs[1:]]
     if name in ("zeros_like", "ones_like", "new_zeros"):

@@ -141,22 +141,34 @@ class ParallelCrossEntropy(torch.autograd.Function):
 
 
 class Head(nn.Module):
-    """Final norm, (masked-language-model dense layer,) vocabulary-parallel logits and the loss."""
+    """Final norm, (masked-language-model dense layer,) vocabulary-parallel logits or labels, and the loss."""
 
     def __init__(self, context: BlockContext) -> None:
         super().__init__()
         structure, sizes = context.structure, context.sizes
         self.context = context
         self.norm = None if structure.norm_after else Norm(context, "final_norm", sizes["h"])
-        self.dense = Linear(context, "dense", (sizes["h"], sizes["h"]), "none", True) if structure.mlm_head else None
-        self.dense_norm = Norm(context, "dense_norm", sizes["h"]) if structure.mlm_head else None
-        self.lm_head = Linear(context, "lm_head", (sizes["h"], sizes["v"]), "columns", structure.mlm_head)
+        is_mlm = structure.head == "mlm"
+        self.dense = Linear(context, "dense", (sizes["h"], sizes["h"]), "none", True) if is_mlm else None
+        self.dense_norm = Norm(context, "dense_norm", sizes["h"]) if is_mlm else None
+        if structure.head == "classification":
+            self.classifier = Linear(context, "classifier", (sizes["h"], sizes["C"]), "none", True)
+        else:
+            self.lm_head = Linear(context, "lm_head", (sizes["h"], sizes["v"]), "columns", is_mlm)
 
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor, masked: Tensor | None = None) -> Tensor:
+        """x [length, batch, hidden], labels of its rows; ``masked``: the rows that have labels, all if ``None``."""
         structure = self.context.structure
         with scope("head"):
             if self.norm is not None:
                 x = self.norm(x)
+            if structure.head == "classification":
+                logits = self.classifier(x)
+                with scope("loss", "loss"):
+                    return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+            if masked is not None:
+                with scope("masked_positions"):
+                    x = x.flatten(0, 1).index_select(0, masked)
             if self.dense is not None and self.dense_norm is not None:
                 x = self.dense(x)
                 with scope("dense_activation", "activation"):
@@ -167,4 +179,4 @@ class Head(nn.Module):
                 if structure.tensor or not structure.autocast:
                     losses = apply(ParallelCrossEntropy, logits.float(), labels, structure.tensor)
                     return losses.mean()
-                return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+                return functional.cross_entropy(logits.flatten(0, -2), labels.flatten())

@@ -44,7 +44,8 @@ class BlockStructure:
     feed_forward: Literal["dense", "experts"] = "dense"
     shared_experts: bool = False
     token_types: bool = False
-    mlm_head: bool = False
+    head: Literal["lm", "mlm", "classification"] = "lm"
+    masked_positions: bool = False  # an mlm head gathers the masked positions first
     # how it is spread over ranks
     tensor: bool = False
     sequence_parallel: bool = False

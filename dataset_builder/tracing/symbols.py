@@ -48,6 +48,8 @@ SIZES: dict[str, Size] = {
     "q": Size(101, 1, "rank of the compressed queries (MLA)"),
     "w": Size(113, 32, "attention window, positions"),
     "j": Size(127, 1, "rotary head dimension (MLA), halves: the dimension is 2 j"),
+    "M": Size(103, 1, "masked positions of a microbatch on a rank (of one tensor rank under sequence parallelism)"),
+    "C": Size(107, 1, "labels of a classification head"),
     "N": Size(131, 1, "elements the optimizer updates on a rank"),
     "G": Size(137, 1, "gradient elements on a rank"),
 }

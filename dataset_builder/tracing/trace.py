@@ -169,8 +169,6 @@ class _GraphBuilder:
                 if last > 0 or not model.tie_embeddings:  # another stage keeps its own copy of the tied table
                     vocabulary += head.totals["vocabulary_parameters"]
             dense += self._parameters_outside_blocks(stage)
-            tokens = self.blocks.sizes[model.architecture != "encoder"]["s"] * self.job.batch.micro_batch_size
-            logits = tokens * self.blocks.sizes[True]["v"] * 4.0
             facts.append(
                 StageFacts(
                     stage=stage,
@@ -181,10 +179,17 @@ class _GraphBuilder:
                     num_expert_parameters=round(expert),
                     saved_activation_bytes=saved,
                     recompute_peak_bytes=max((t["recompute"] for t, _ in held), default=0.0),
-                    logits_bytes=logits if stage == last else 0.0,
+                    logits_bytes=self._logits_bytes() if stage == last else 0.0,
                 )
             )
         return tuple(facts)
+
+    def _logits_bytes(self) -> float:
+        """The fp32 logits of one microbatch on one rank."""
+        model = self.job.model
+        sizes = self.blocks.sizes[model.architecture != "encoder"]
+        columns = sizes["C"] if model.head == "classification" else sizes["v"]
+        return sizes["b"] * sizes["s"] * model.masked_fraction * columns * 4.0
 
     def _parameters_outside_blocks(self, stage: int) -> float:
         """The position tables of relative attention, and the encoder's final norm in an encoder-decoder."""
@@ -326,7 +331,7 @@ class _GraphBuilder:
 
     def _tied_embedding(self, chain: list[tuple[BoundBlock, int]], stages: int) -> None:
         """The first and the last stage add up the gradients of the table they share."""
-        if stages == 1 or not self.job.model.tie_embeddings:
+        if stages == 1 or not self.job.model.tie_embeddings or self.job.model.head == "classification":
             return
         embedding, head = chain[0], chain[-1]
         elements = embedding[0].totals["vocabulary_parameters"]

@@ -377,3 +377,20 @@ def test_tables_of_others_are_answered(change: str, tmp_path: Path) -> None:
         assert [run.job and run.job.model for run in runs] == [
             run.job and run.job.model for run in read_runs(tmp_path / "same.parquet")
         ]
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "head", "fraction"),
+    [
+        ("nvidia-dle", "BERT-large pretrain", "mlm", 80 / 512),
+        ("nvidia-dle", "BERT-large SQuAD", "classification", 1.0),
+        ("lambda-bench", "BERT-base SQuAD", "classification", 1.0),
+        ("nvidia-dle", "BioBERT-base NER", "classification", 1.0),
+        ("mlperf", "BERT-large MLPerf", "mlm", 80 / 512),
+        ("neusight", "bert_large", "mlm", 1.0),
+        ("nemo-launcher", "BERT 4B", "mlm", 1.0),
+    ],
+)
+def test_an_encoder_has_the_head_that_was_run(source: str, name: str, head: str, fraction: float) -> None:
+    model = mapping(source_id=source, model_name=name, arch="bert")["model"]
+    assert (model["head"], model.get("masked_fraction", 1.0)) == (head, fraction)

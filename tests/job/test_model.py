@@ -84,3 +84,16 @@ def test_an_encoder_decoder_pays_for_both_lengths() -> None:
     assert short < model_flops_per_sequence(t5, 512, 512)
     # Twice the work of an equal decoder's would be 6 parameters a token; the encoder's tokens skip half of them.
     assert 0.4 < short / (6 * num_parameters(t5) * 512) < 1.0
+
+
+def test_a_classification_head_replaces_the_vocabulary():
+    sizes = {"preset": "bert-large", "overrides": {"head": "classification", "num_labels": 3}}
+    full, labels = ModelSpec.model_validate({"preset": "bert-large"}), ModelSpec.model_validate(sizes)
+    transform = 1024**2 + 3 * 1024 + 30522
+    assert num_parameters(full) - num_parameters(labels) == transform - 3 * 1025
+    assert num_parameters(labels.model_copy(update={"tie_embeddings": False})) == num_parameters(labels)
+
+
+def test_only_a_masked_head_has_a_masked_fraction():
+    with pytest.raises(ValueError, match="masked_fraction"):
+        ModelSpec.model_validate({"preset": "llama3-8b", "overrides": {"masked_fraction": 0.15}})

@@ -122,3 +122,9 @@ def test_what_is_outside_the_training_data_is_said_and_widens_the_interval(job_o
 
 def test_assumed_defaults_are_said(job_of: Any, untrained: Path) -> None:
     assert any("assumed (not given)" in warning for warning in predict(job_of(), checkpoint=untrained).warnings)
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", "dualpipe"])
+def test_a_schedule_that_is_timed_as_another_is_said(schedule: str, job_of: Any, untrained: Path) -> None:
+    prediction = predict(job_of(parallel={"pipeline": 4, "schedule": schedule}), checkpoint=untrained)
+    assert any("timed as 1f1b" in warning for warning in prediction.warnings)

@@ -32,6 +32,10 @@ JOBS = {
     "deepseek-v3": ("deepseek-v3", "mxfp8", {"expert": 8}, {"framework": "megatron-core"}),
     "t5": ("t5-large", "fp16_mixed", {"tensor": 2}, {}),
     "bert": ("bert-large", "tf32", {}, {"attention": "unfused"}),
+    "bert, masked positions": (
+        {"preset": "bert-large", "overrides": {"masked_fraction": 0.15625}}, "fp16_mixed",
+        {"tensor": 4, "sequence_parallel": True}, {"framework": "megatron-core"}),
+    "bert, fine-tuning": ({"preset": "bert-large", "overrides": {"head": "classification"}}, "fp16_mixed", {}, {}),
     "gemma-3, windows": ("gemma3-12b", "bf16_mixed", {"tensor": 2}, {}),
     "mpt, alibi": ("mpt-7b", "bf16", {}, {"attention": "unfused"}),
 }  # fmt: skip
@@ -40,7 +44,7 @@ JOBS = {
 def job_of(model, precision, parallel, software):
     return TrainingJob.parse(
         {
-            "model": {"preset": model},
+            "model": {"preset": model} if isinstance(model, str) else model,
             "batch": BATCH,
             "cluster": CLUSTER,
             "precision": precision,

@@ -1,6 +1,7 @@
 """Graphs of whole jobs: what they hold, how they scale, and that nothing is allocated for it."""
 
 import functools
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -254,6 +255,50 @@ build_graph(TrainingJob.parse({"model": {"preset": "llama3-8b"},
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+HEADS = {
+    "every position": {},
+    "masked positions": {"masked_fraction": 0.15625},
+    "labels": {"head": "classification", "num_labels": 3},
+}
+
+
+def bert(parallel, head):
+    model = {"preset": "bert-large", "overrides": HEADS[head]}
+    batch = {"seq_length": 512, "micro_batch_size": 4, "global_batch_size": 256}
+    return TrainingJob.parse({**BASE, "model": model, "batch": batch, "parallel": parallel})
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_a_head_multiplies_the_positions_it_has_labels_for(head, tensor):
+    job = bert({"tensor": tensor}, head)
+    (m, n), share = {
+        "every position": ((4 * 512, 30522 / tensor), tensor),
+        "masked positions": ((4 * 80, 30522 / tensor), tensor),
+        "labels": ((4 * 512 / tensor, 3), tensor),
+    }[head]
+    found = build_graph(job)
+    projection = next(n for n in found.nodes if n.module in ("head.lm_head", "head.classifier") and n.kind == "gemm")
+    assert projection.shape == (1, m, math.ceil(n), 1024)
+    gemms = sum(n.flops for n in found.nodes if n.module.startswith("head") and n.kind == "gemm")
+    body = dict(job.model) | {"num_layers": 1}
+    with_head, hidden = model_flops_per_sequence(type(job.model)(**body), 512), 1024
+    without = 3 * 2 * 512 * (12 * hidden**2 + 2 * 512 * hidden)
+    assert gemms == pytest.approx(4 * (with_head - without) / share, rel=0.03 * (tensor > 1) + 1e-3)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_parameters_of_a_head_over_stages(head):
+    job = bert({"pipeline": 2}, head)
+    found = build_graph(job)
+    stages, again = found.stages, 30522 * 1024 * (head != "labels")  # the last stage's copy of the tied table
+    assert sum(stage.num_parameters for stage in stages) == num_parameters(job.model) + again
+    assert any(n.module == "embedding.tied" for n in found.nodes) == (head != "labels")
+    assert stages[-1].logits_bytes == 4 * {"every position": 4 * 512 * 30522, "labels": 4 * 512 * 3}.get(
+        head, 4 * 80 * 30522
+    )
 
 
 def test_quantised_weights_are_no_activations():

@@ -222,8 +222,18 @@ def _bert(config: Mapping[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": _first(config, *_POSITIONS),
         "num_token_types": config.get("type_vocab_size", 2),
         "dropout": config.get("hidden_dropout_prob"),
-        "mlm_head": True,
+        **_bert_head(config),
     }
+
+
+def _bert_head(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The head of the class a config was saved by; masked-language modelling where none is named."""
+    names = " ".join(config.get("architectures") or ())
+    if "QuestionAnswering" in names:
+        return {"head": "classification"}  # start and end of the answer
+    if "Classification" in names:
+        return {"head": "classification", "num_labels": len(config.get("id2label") or {}) or 2}
+    return {"head": "mlm"}
 
 
 def _t5(config: Mapping[str, Any]) -> dict[str, Any]:
