@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from dataset_builder.tracing.graph import COLLECTIVES, TrainingGraph
-from gnn_predictor.batch import GraphBatch
+from gnn_predictor.batch import GraphBatch, pipeline_shape
 from gnn_predictor.features import AXES, NUM_SLOTS, SLOTS, GraphArrays
 from gnn_predictor.network import NodeTimes, StageTable
 from gnn_predictor.schedule import Makespan, pipeline_makespan
@@ -60,7 +60,8 @@ class JobTimes:
             counts = np.array([float(shape.num_microbatches)])
             path = Makespan(float((forward + backward)[0]) * shape.num_microbatches, counts, counts, 0.0)
         else:
-            path = pipeline_makespan(shape, forward.tolist(), backward.tolist(), float(table.hop_s[rows].mean()))
+            hop_s = float(table.hop_s[rows].sum()) / shape.num_hops
+            path = pipeline_makespan(shape, forward.tolist(), backward.tolist(), hop_s)
         return cls(
             seconds=_numpy(times.seconds[nodes]),
             exposed_s=_numpy(times.exposed_s[nodes]),
@@ -98,11 +99,12 @@ def breakdown(graph: TrainingGraph, arrays: GraphArrays, times: JobTimes) -> Bre
 def _executions(arrays: GraphArrays, times: JobTimes) -> Floats:
     """How often the critical path runs each cell (distinct stage and slot). [K * NUM_SLOTS]"""
     path, last = times.path, int(times.iteration_s.argmax())
+    num_hops = max(1, pipeline_shape(arrays).num_hops)
     executions = np.zeros((len(arrays.cell_launches) // NUM_SLOTS, NUM_SLOTS))
     for stage, row in enumerate(arrays.stage_class.tolist()):
         executions[row, _FORWARD] += path.forward_counts[stage]
         executions[row, _BACKWARD] += path.backward_counts[stage]
-        executions[row, _SLOT["hop"]] += path.hop_counts / len(arrays.stage_class)  # a hop takes the stages' mean
+        executions[row, _SLOT["hop"]] += path.hop_counts / num_hops  # a hop takes the mean of all sends
         if stage == last:
             executions[row, _STEP] += 1.0
     return executions.reshape(-1)

@@ -63,7 +63,7 @@ class StageTable:
     forward_s: Tensor  # [K] with exposed communication, at least the host's time
     backward_s: Tensor  # [K] with recompute and exposed communication
     iteration_s: Tensor  # [K] optimizer and exposed data-parallel communication
-    hop_s: Tensor  # [K]
+    hop_s: Tensor  # [K] all sends of a microbatch
 
 
 # Where training starts from; what it learns are factors on these.
@@ -288,7 +288,7 @@ def iteration_times(batch: GraphBatch, table: StageTable, overhead_s: Tensor) ->
             busy = (table.forward_s[rows[0]] + table.backward_s[rows[0]]) * shape.num_microbatches
         else:
             index = list(rows)
-            hop = table.hop_s[index].mean()
+            hop = table.hop_s[index].sum() / shape.num_hops
             busy = DifferentiableMakespan.apply(  # type: ignore[no-untyped-call]
                 table.forward_s[index], table.backward_s[index], hop, shape
             )

@@ -35,6 +35,12 @@ class PipelineShape:
     num_microbatches: int
 
 
+    @property
+    def num_hops(self) -> int:
+        """Hand-overs of one microbatch between ranks: forward and backward, between all model chunks."""
+        return 2 * (self.num_ranks * self.num_chunks - 1)
+
+
 @dataclass(frozen=True)
 class Makespan:
     """The longest path: its length, and how often each rank's forward, backward and each hop lie on it."""
