@@ -74,7 +74,8 @@ def _summary(graph: TrainingGraph) -> str:
     lines = [f"{len(graph.nodes)} distinct nodes, {len(graph.edges)} edges, {graph.num_microbatches} microbatches"]
     for facts in graph.stages:
         repeats = graph.repeats[facts.stage]
-        flops = sum(node.flops * count for node, count in zip(graph.nodes, repeats, strict=True))
+        every = zip(graph.nodes, repeats, strict=True)
+        flops = sum(node.flops * count for node, count in every if node.per == "microbatch")
         lines.append(
             f"stage {facts.stage}: {len(facts.layers)} layers, {facts.num_parameters:,} parameters a rank, "
             f"{int((repeats > 0).sum())} nodes, {flops:.4g} FLOP a microbatch"
@@ -98,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write("".join(f"{source}: {reason}\n" for reason in error.reasons))
         return error.exit_code
     except OSError as error:
-        sys.stderr.write(f"{error.filename or source}: {error.strerror or error}\n")
+        sys.stderr.write(f"{options.output}: {error.strerror or error}\n")  # a job's own file is a JobError
         return 2
     sys.stdout.write(_summary(graph) + "\n")
     return 0

@@ -77,7 +77,13 @@ def _stage_memory(stage: StageFacts, head_bytes: float, job: TrainingJob, layout
     experts = float(stage.num_expert_parameters)
     copies = layout.expert_data_group.size
     expert_ranks = min(layout.shard_size, copies) if job.parallel.sharding == "hsdp" else copies
-    shares = zip(model_states(dense, job, layout.shard_size), model_states(experts, job, expert_ranks), strict=True)
+    trained_experts = float(stage.num_trained_expert_parameters)
+    trained = stage.num_trained_parameters - trained_experts
+    shares = zip(
+        model_states(dense, job, layout.shard_size, trained),
+        model_states(experts, job, expert_ranks, trained_experts),
+        strict=True,
+    )
     params, grads, optimizer = (of_dense + of_experts for of_dense, of_experts in shares)
     held = microbatches_in_flight(stage.stage, job, layout.num_microbatches)
     # The last stage runs a microbatch's backward right after its head, so it never holds two heads (but for GPipe).
@@ -101,14 +107,20 @@ def _head_activation_bytes(stages: Sequence[StageFacts]) -> float:
     return max(0.0, last.saved_activation_bytes - layer * len(last.layers))
 
 
-def model_states(num_parameters: float, job: TrainingJob, shard_size: int) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and optimizer (master weights and states) of one rank of ``shard_size``."""
+def model_states(
+    num_parameters: float, job: TrainingJob, shard_size: int, num_trained: float | None = None
+) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimizer (master weights and states) of one rank of ``shard_size``.
+
+    ``num_trained``: how many have gradients and optimizer states, all if ``None``; the frozen ones are weights only.
+    """
+    num_trained = num_parameters if num_trained is None else num_trained
     policy, sharding = job.precision, job.parallel.sharding or "none"
     params = num_parameters * _bytes(policy.params)
-    grads = num_parameters * _bytes(policy.grad_accum)
+    grads = num_trained * _bytes(policy.grad_accum)
     master = 0.0 if policy.main_params in (None, "none") else _bytes(policy.main_params)
     state = STATES_PER_PARAMETER[job.optimizer.name] * _bytes(policy.optimizer_state)
-    optimizer = num_parameters * ((master if job.optimizer.name != "none" else 0.0) + state)
+    optimizer = num_trained * ((master if job.optimizer.name != "none" else 0.0) + state)
     if sharding != "none":
         optimizer /= shard_size
     if sharding in ("zero2", "zero3", "hsdp"):
@@ -141,9 +153,10 @@ def _gathered_bytes(stage: StageFacts, job: TrainingJob, shard_size: int) -> flo
     """Full weights of the layers at work and the gradients of one before they are scattered, under ZeRO-3."""
     if job.parallel.sharding not in ("zero3", "hsdp") or shard_size <= 1:
         return 0.0
-    layer = stage.num_parameters / max(1, len(stage.layers))
+    layers = max(1, len(stage.layers))
     gather, reduce = _bytes(job.precision.param_gather), _bytes(job.precision.grad_reduce)
-    return layer * (min(GATHERED_LAYERS, max(1, len(stage.layers))) * gather + reduce)
+    gathered = min(GATHERED_LAYERS, layers) * gather * stage.num_parameters
+    return (gathered + reduce * stage.num_trained_parameters) / layers
 
 
 def _fp8_copy_bytes(stage: StageFacts, policy: PrecisionPolicy) -> float:

@@ -12,6 +12,7 @@ _DEEPSEEK_V3_MLA = (1536, 512, 128, 64, 128)  # arXiv 2412.19437, section 4.2
 _FINE_TUNING = r"squad|\bner\b|mrpc|mnli|glue|sst-?2"
 _GATHERS_MASKED_POSITIONS = ("deepspeed-bert", "mlperf", "nvidia-dle")  # sources whose BERT is NVIDIA's
 _MASKED_FRACTION = 80 / 512  # max_predictions_per_seq of 512; 20 of 128
+_ADAPTER_RANK = 16
 _ADAPTIVE_SOFTMAX_CLASSES = 32_768  # head cluster of 20,000 words plus the rarely computed tails, arXiv 1901.02860
 
 
@@ -55,6 +56,14 @@ def row_model(row: JobRow) -> dict[str, Any]:
     _shipped_details(row, model)
     _approximations(row, model)
     return model
+
+
+def _adapter_rank(row: JobRow) -> int:
+    """The rank of LoRA adapters: as stated, else that of MLPerf's reference, which adapts the attention's linears."""
+    if stated := re.search(r"rank (\d+)", row.notes):
+        return int(stated[1])
+    row.assume(f"model.lora: rank not stated, {_ADAPTER_RANK} on the attention's projections taken")
+    return _ADAPTER_RANK
 
 
 def _encoder_head(row: JobRow) -> dict[str, Any]:
@@ -180,6 +189,6 @@ def _approximations(row: JobRow, model: dict[str, Any]) -> None:
     if row.arch == "electra" and model["head"] == "mlm":
         row.assume("model: the discriminator with the generator's vocabulary head; its layers are not counted")
     if row.is_frozen:
-        row.assume("model: LoRA on frozen base weights, taken as training without an optimizer step")
+        model["lora"] = {"rank": _adapter_rank(row), "targets": "attention"}
     if "mtp" in row.model_name.lower() or "mtp_num_layers" in row.flags or "MTP layer probably" in row.notes:
         row.assume("model: the multi-token prediction layer is not counted")

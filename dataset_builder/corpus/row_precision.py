@@ -100,8 +100,6 @@ def _attention_kernel(row: JobRow) -> str | None:
 
 def row_optimizer(row: JobRow) -> str:
     """The optimizer's name; ``none`` where no step was timed."""
-    if row.is_frozen:
-        return "none"
     name = (row.text("optimizer") or "adam").lower()
     name = _OPTIMIZERS.get(name, name)
     if "timed" in name:

@@ -33,7 +33,8 @@ _NODE_TYPES: dict[str, pa.DataType] = {
 NODE_FIELDS = tuple(_NODE_TYPES)
 _STAGE_TYPES: dict[str, pa.DataType] = {
     "stage": pa.int32(), "layers": pa.list_(pa.int32()), "has_embedding": pa.bool_(), "has_head": pa.bool_(),
-    "num_parameters": pa.int64(), "num_expert_parameters": pa.int64(), "saved_activation_bytes": pa.float64(),
+    "num_parameters": pa.int64(), "num_expert_parameters": pa.int64(),
+    "num_trained_parameters": pa.int64(), "saved_activation_bytes": pa.float64(),
     "recompute_peak_bytes": pa.float64(), "logits_bytes": pa.float64(),
 }  # fmt: skip
 

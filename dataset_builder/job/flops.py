@@ -1,15 +1,27 @@
 """Model FLOPs of a training step: what the mathematics needs, whatever the precision, layout or recomputation.
 
-Forward plus backward (3 x forward), multiply and add counted as two. GEMMs of every layer, of the router and of the
-head are counted, ``top_k`` experts per token; the input embedding is a look-up and costs nothing. A query of a causal
-sequence of s sees s / 2 key positions on average, w - w^2 / 2s under a sliding window of w.
+Forward plus backward (3 x forward; 2 x for frozen weights, which have no gradient), multiply and add counted as two.
+GEMMs of every layer, of the router and of the head are counted, ``top_k`` experts per token; the input embedding is a
+look-up and costs nothing. A query of a causal sequence of s sees s / 2 key positions on average, w - w^2 / 2s under a
+sliding window of w.
 """
 
 from __future__ import annotations
 
-from dataset_builder.job.model import ModelSpec
+from typing import NamedTuple
+
+from dataset_builder.job.model import ModelSpec, adapter_parameters
 
 _FORWARD_AND_BACKWARD = 3.0
+_WITHOUT_WEIGHT_GRADIENT = 2.0
+
+
+class _Forward(NamedTuple):
+    """FLOPs of a forward pass: products with weights of the model, of activations with each other, with adapters."""
+
+    weights: float
+    scores: float = 0.0
+    adapters: float = 0.0
 
 
 def model_flops_per_sequence(
@@ -22,13 +34,17 @@ def model_flops_per_sequence(
     """
     if model.architecture == "encoder_decoder":
         target = target_seq_length or seq_length
-        forward = _stack_flops(model, model.encoder_layers, seq_length, [float(seq_length)])
-        forward += _stack_flops(model, model.decoder_layers, target, _keys_by_layer(model, target, whole_causal))
-        forward += model.decoder_layers * _cross_attention_flops(model, seq_length, target)
-        return _FORWARD_AND_BACKWARD * (forward + _head_flops(model, target))
-    keys = _keys_by_layer(model, seq_length, whole_causal)
-    forward = _stack_flops(model, model.num_layers, seq_length, keys) + _head_flops(model, seq_length)
-    return _FORWARD_AND_BACKWARD * forward
+        parts = [
+            _stack_flops(model, model.encoder_layers, seq_length, [float(seq_length)]),
+            _stack_flops(model, model.decoder_layers, target, _keys_by_layer(model, target, whole_causal)),
+            _cross_attention_flops(model, seq_length, target),
+            _Forward(_head_flops(model, target)),
+        ]
+    else:
+        keys = _keys_by_layer(model, seq_length, whole_causal)
+        parts = [_stack_flops(model, model.num_layers, seq_length, keys), _Forward(_head_flops(model, seq_length))]
+    of_weights = _WITHOUT_WEIGHT_GRADIENT if model.lora else _FORWARD_AND_BACKWARD
+    return sum(of_weights * part.weights + _FORWARD_AND_BACKWARD * (part.scores + part.adapters) for part in parts)
 
 
 def _keys_by_layer(model: ModelSpec, length: int, whole_causal: bool) -> list[float]:
@@ -42,11 +58,12 @@ def _keys_by_layer(model: ModelSpec, length: int, whole_causal: bool) -> list[fl
     return [sliding] * (model.full_attention_every - 1) + [float(seen)]
 
 
-def _stack_flops(model: ModelSpec, layers: int, tokens: int, keys_by_layer: list[float]) -> float:
+def _stack_flops(model: ModelSpec, layers: int, tokens: int, keys_by_layer: list[float]) -> _Forward:
     """Self-attention and feed-forward of ``layers`` layers; ``keys_by_layer`` repeats from layer to layer."""
     weights = layers * _attention_weights(model) + _feed_forward_weights(model, layers)
     keys = sum(keys_by_layer[layer % len(keys_by_layer)] for layer in range(layers))
-    return 2.0 * tokens * (weights + keys * _width_per_key(model))
+    adapters = layers * adapter_parameters(model)
+    return _Forward(2.0 * tokens * weights, 2.0 * tokens * keys * _width_per_key(model), 2.0 * tokens * adapters)
 
 
 def _width_per_key(model: ModelSpec) -> int:
@@ -80,12 +97,18 @@ def _feed_forward_weights(model: ModelSpec, layers: int) -> int:
     return dense * per_width * model.ffn_hidden_size + (layers - dense) * mixture
 
 
-def _cross_attention_flops(model: ModelSpec, source: int, target: int) -> float:
-    """Queries and output over the target's tokens, keys and values over the source's; every pair is seen."""
+def _cross_attention_flops(model: ModelSpec, source: int, target: int) -> _Forward:
+    """Queries and output over the target's tokens, keys and values over the source's, in all decoder layers.
+
+    Every pair is seen.
+    """
     hidden, queries = model.hidden_size, model.num_attention_heads * model.head_dim
     keys = model.num_query_groups * model.head_dim
     projections = 2 * target * hidden * queries + 2 * source * hidden * keys
-    return 2.0 * (projections + 2 * target * source * queries)
+    rank = model.lora.rank if model.lora else 0
+    adapters = 2 * rank * (target * (hidden + queries) + source * (hidden + keys))
+    layers = 2.0 * model.decoder_layers
+    return _Forward(layers * projections, layers * 2 * target * source * queries, layers * adapters)
 
 
 def _head_flops(model: ModelSpec, tokens: int) -> float:

@@ -51,6 +51,16 @@ class MLASpec(Frozen):
     v_head_dim: Count
 
 
+class LoRASpec(Frozen):
+    """Low-rank adapters on frozen weights (arXiv 2106.09685): ``x A B`` of inner width ``rank`` beside each target.
+
+    ``targets``: the projections of attention, or those of the dense feed-forward as well. Only adapters are trained.
+    """
+
+    rank: Count = 16
+    targets: Literal["attention", "attention_and_mlp"] = "attention"
+
+
 class ModelSpec(Frozen):
     """A transformer. Every size is complete after validation; ``vocab_size`` is used as given, without padding.
 
@@ -94,6 +104,7 @@ class ModelSpec(Frozen):
     masked_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     moe: MoESpec | None = None
     mla: MLASpec | None = None
+    lora: LoRASpec | None = None
     assumed: tuple[str, ...] = Field(default=(), exclude=True)
 
     @model_validator(mode="before")
@@ -113,6 +124,8 @@ class ModelSpec(Frozen):
             wrong.append(f"num_attention_heads: got {heads}; expected a divisor of hidden_size {hidden}, or a head_dim")
         if self.attention == "sliding" and self.window is None:
             wrong.append("window: missing; expected with attention: sliding, e.g. window: 4096")
+        if self.moe and self.lora and self.lora.targets != "attention":
+            wrong.append(f"lora.targets: got {self.lora.targets} with experts; expected attention")
         if self.moe and self.moe.top_k > self.moe.num_experts:
             wrong.append(f"moe.top_k: got {self.moe.top_k}; expected at most num_experts {self.moe.num_experts}")
         if self.moe and self.moe.dense_layers and max(self.moe.dense_layers) >= self.num_layers:
@@ -231,8 +244,9 @@ _CANONICAL = {
 
 
 def num_parameters(model: ModelSpec) -> int:
-    """Every trained parameter, as the reference implementations count them; tied embeddings count once.
+    """Every parameter of the model, as the reference implementations count them; tied embeddings count once.
 
+    Adapters (``lora``) are :func:`adapter_parameters`, not counted here.
     Learned positions need ``max_position_embeddings``. Multi-token-prediction modules are not part of the shape.
     """
     return _count_parameters(model, model.moe.num_experts if model.moe else 0)
@@ -241,6 +255,28 @@ def num_parameters(model: ModelSpec) -> int:
 def active_parameters(model: ModelSpec) -> int:
     """Parameters that one token passes: ``top_k`` of the experts, everything else whole."""
     return _count_parameters(model, model.moe.top_k if model.moe else 0)
+
+
+def adapter_parameters(model: ModelSpec) -> int:
+    """Parameters of one layer's adapters of self-attention (and feed-forward); cross-attention's are as many again.
+
+    One pair of matrices a projection, as PEFT has them; stacks that fuse query, key and value share the first.
+    """
+    if model.lora is None:
+        return 0
+    hidden, heads, mla = model.hidden_size, model.num_attention_heads, model.mla
+    queries, keys = heads * model.head_dim, model.num_query_groups * model.head_dim
+    widths = [hidden + queries, 2 * (hidden + keys), queries + hidden]
+    if mla:
+        queries = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+        rank = mla.q_lora_rank
+        widths = [hidden + rank, rank + queries] if rank else [hidden + queries]
+        widths.append(hidden + mla.kv_lora_rank + mla.qk_rope_head_dim)
+        widths.append(mla.kv_lora_rank + heads * (mla.qk_nope_head_dim + mla.v_head_dim))
+        widths.append(heads * mla.v_head_dim + hidden)
+    if model.lora.targets == "attention_and_mlp":
+        widths.append((3 if model.is_gated else 2) * (hidden + model.ffn_hidden_size))
+    return model.lora.rank * sum(widths)
 
 
 def attention_parameters(model: ModelSpec) -> int:

@@ -25,6 +25,7 @@ class Recording:
     structure: BlockStructure
     ops: list[RawOp]
     parameters: list[tuple[str, TensorRef]] = field(default_factory=list)
+    trained: set[int] = field(default_factory=set)  # storages of the parameters that get a gradient
     persistent: set[int] = field(default_factory=set)  # parameters, gradient buffers, tables: never saved activations
     inputs: set[int] = field(default_factory=set)
     output: TensorRef | None = None
@@ -67,7 +68,8 @@ def _tables(context: BlockContext) -> tuple[Tensor, ...]:
     if positions == "relative" and structure.causal and not structure.cross_attention:
         return (torch.empty(keys, sizes["h"], dtype=context.stream_dtype),)
     if positions == "relative":
-        return (torch.empty(1, heads, length, keys, dtype=context.stream_dtype, requires_grad=True),)
+        trained = not structure.frozen
+        return (torch.empty(1, heads, length, keys, dtype=context.stream_dtype, requires_grad=trained),)
     return ()
 
 
@@ -85,6 +87,8 @@ def _prepare_gradients(block: nn.Module, context: BlockContext) -> set[int]:
     buffers = set()
     target = TORCH_DTYPE[structure.grad_accum]
     for name, parameter in block.named_parameters():
+        if not parameter.requires_grad:
+            continue
         buffer = torch.empty_like(parameter, dtype=target, requires_grad=False)
         buffers.add(buffer.untyped_storage()._cdata)
         if target == parameter.dtype and (structure.autocast or not structure.fused):
@@ -112,12 +116,13 @@ def record_block(structure: BlockStructure, sizes: Mapping[str, int], fake: bool
         cast = torch.autocast("cpu", TORCH_DTYPE[structure.compute]) if structure.autocast else contextlib.nullcontext()
         with recorder, cast:
             output: Tensor = run()
-        gradient = torch.empty_like(output)
-        with recorder:
-            recorder.phase = "backward"
-            output.backward(gradient)
         recording.output = recorder.ref(output)
-        recording.output_gradient = recorder.ref(gradient).storage
+        if output.requires_grad:  # a frozen embedding has no backward pass
+            gradient = torch.empty_like(output)
+            with recorder:
+                recorder.phase = "backward"
+                output.backward(gradient)
+            recording.output_gradient = recorder.ref(gradient).storage
         for tensor in run.activations:
             if tensor.grad is not None:
                 recording.input_gradients.add(recorder.ref(tensor.grad).storage)
@@ -180,6 +185,7 @@ def _build(context: BlockContext) -> tuple[Recording, _Run]:
         arguments = (activations[0], tables, memory)
     recording = Recording(structure, [])
     recording.parameters = [(name, recorder.ref(p)) for name, p in block.named_parameters()]
+    recording.trained = {recorder.ref(p).storage for p in block.parameters() if p.requires_grad}
     recording.persistent = {ref.storage for _, ref in recording.parameters} | _prepare_gradients(block, context)
     recording.weight_gradients = set(recording.persistent) - {ref.storage for _, ref in recording.parameters}
     constants = [*tables, *(a for a in arguments if isinstance(a, Tensor) and not a.is_floating_point())]

@@ -65,15 +65,16 @@ class GroupedMatmul(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, rule: MatmulRule) -> Tensor:
         """x [experts, tokens, in], weight [experts, in, out]."""
         ctx.rule = rule
+        is_trained = ctx.needs_input_grad[1]
+        ctx.shapes = x.shape, weight.shape
         if rule.fmt == "same":
-            ctx.save_for_backward(x, weight)
+            ctx.save_for_backward(x if is_trained else None, weight)
             out: Tensor = ops().grouped_mm(x, weight, rule.compute, rule.compute)
             return out
         fmt = FORWARD_FORMAT[rule.fmt]
-        x_rows, x_columns = ops().quantize(x, fmt, rule.fmt, "input", True)
+        x_rows, x_columns = ops().quantize(x, fmt, rule.fmt, "input", is_trained)
         w_rows, w_columns = ops().quantize(weight, fmt, rule.fmt, "weight", True)
-        ctx.save_for_backward(x_columns, w_columns)
-        ctx.shapes = x.shape, weight.shape
+        ctx.save_for_backward(x_columns if is_trained else None, w_columns)
         quantised: Tensor = ops().grouped_mm(x_rows, w_rows, fmt, rule.compute)
         return quantised
 
@@ -84,11 +85,15 @@ class GroupedMatmul(torch.autograd.Function):
         grad = grad.contiguous()
         if rule.fmt == "same":
             d_input = ops().grouped_mm(grad, weight.transpose(1, 2), rule.compute, rule.compute)
+            if x is None:  # the weight is frozen
+                return d_input, None, None
             return d_input, ops().grouped_mm(x.transpose(1, 2), grad, rule.compute, rule.compute), None
         fmt = GRADIENT_FORMAT[rule.fmt]
-        x, weight = x.view(ctx.shapes[0]), weight.view(ctx.shapes[1])
-        g_rows, g_columns = ops().quantize(grad, fmt, rule.fmt, "gradient", True)
-        d_input = ops().grouped_mm(g_rows, weight.transpose(1, 2), fmt, rule.compute)
+        g_rows, g_columns = ops().quantize(grad, fmt, rule.fmt, "gradient", x is not None)
+        d_input = ops().grouped_mm(g_rows, weight.view(ctx.shapes[1]).transpose(1, 2), fmt, rule.compute)
+        if x is None:
+            return d_input, None, None
+        x = x.view(ctx.shapes[0])
         d_weight = ops().grouped_mm(x.transpose(1, 2), g_columns.view(grad.shape), fmt, rule.compute)
         return d_input, d_weight, None
 

@@ -70,11 +70,17 @@ class StageFacts:
     layers: tuple[int, ...]
     has_embedding: bool
     has_head: bool
-    num_parameters: int
+    num_parameters: int  # adapters included
     num_expert_parameters: int
+    num_trained_parameters: int  # all but the frozen ones
     saved_activation_bytes: float  # one microbatch, after recompute
     recompute_peak_bytes: float  # activations of the block that is being recomputed
     logits_bytes: float
+
+    @property
+    def num_trained_expert_parameters(self) -> int:
+        """Of the experts: all or none, for adapters are on attention and dense feed-forwards only."""
+        return self.num_expert_parameters if self.num_trained_parameters == self.num_parameters else 0
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,7 @@ def _shared_structure(job: TrainingJob, layout: RankLayout) -> BlockStructure:
         autocast=autocast,
         accumulate=layout.num_microbatches > 1 or (grad_accum != params and not autocast),
         fused=has_fused_kernels(job),
+        frozen=model.lora is not None,
     )
 
 
@@ -136,8 +137,10 @@ def _layer_structure(job: TrainingJob, shared: BlockStructure, kind: tuple[objec
     names -= {"q", "k", "v", "gate", "up", "shared_gate", "shared_up"} if shared.fused else {"qkv"}
     if not shared.fused:
         names -= {"fc1", "shared_fc1"} if is_gated else {"gate", "up", "shared_gate", "shared_up"}
+    adapted = _adapted_linears(job) & names
     return dataclasses.replace(
         shared,
+        adapters=tuple(sorted(adapted)),
         activation=model.activation,
         bias=model.bias,
         qkv_bias=model.bias if model.qkv_bias is None else model.qkv_bias,
@@ -160,6 +163,14 @@ def _layer_structure(job: TrainingJob, shared: BlockStructure, kind: tuple[objec
         kernel=kernel,
         recompute=recompute,  # type: ignore[arg-type]
     )
+
+
+def _adapted_linears(job: TrainingJob) -> set[str]:
+    """Names of the linears, fused or not, that have an adapter."""
+    lora = job.model.lora
+    if lora is None:
+        return set()
+    return {*_ATTENTION_LINEARS, *_CROSS_LINEARS, *(_FEED_FORWARD_LINEARS if lora.targets != "attention" else ())}
 
 
 def _heads_per_group(job: TrainingJob) -> float:
@@ -229,7 +240,7 @@ def block_sizes(job: TrainingJob, layout: RankLayout, is_decoder: bool) -> dict[
         "p": model.max_position_embeddings or batch.seq_length, "y": max(1, model.num_token_types),
         "w": min(model.window or length, length),
         "M": batch.micro_batch_size * positions * model.masked_fraction / (tensor if is_scattered else 1),
-        "C": model.num_labels,
+        "C": model.num_labels, "R": model.lora.rank if model.lora else 1,
     }  # fmt: skip
     if model.moe:
         moe = model.moe

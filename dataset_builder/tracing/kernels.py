@@ -87,7 +87,7 @@ class Template:
     output_dtype: str
     saved_bytes: Polynomial
     recompute_bytes: Polynomial
-    parameters: dict[str, Polynomial]  # dense, expert, vocabulary (the tied table)
+    parameters: dict[str, Polynomial]  # dense, expert, vocabulary (the tied table); trained: those with a gradient
 
 
 @dataclass
@@ -248,7 +248,7 @@ class _Reducer:
             if input_dtype == "fp32" and self._runs_tf32(op):
                 input_dtype = "tf32"
         launches = 3.0 if op.name.endswith("attention_backward") else 1.0
-        if group.kind == "norm" and op.phase == "backward":
+        if group.kind == "norm" and op.phase == "backward" and not self.structure.frozen:
             launches = 2.0  # input gradient, and the weight gradient's reduction over rows
         name = f"fused_{group.region}" if group.region and len(ops) > 1 else _short(op)
         if group.kind == "quantize":
@@ -381,11 +381,13 @@ class _Reducer:
         return _total(map(self.bytes_of, saved.values())), _total(map(self.bytes_of, again.values()))
 
     def _parameters(self) -> dict[str, Polynomial]:
-        counts = {name: constant(0.0) for name in ("dense", "expert", "vocabulary")}
+        counts = {name: constant(0.0) for name in ("dense", "expert", "vocabulary", "trained")}
         for name, ref in self.recording.parameters:
             is_vocabulary = name in ("weight", "lm_head.weight")
             share = "vocabulary" if is_vocabulary else "expert" if "expert_fc" in name else "dense"
             counts[share] = counts[share] + self.elements(ref)
+            if ref.storage in self.recording.trained:
+                counts["trained"] = counts["trained"] + self.elements(ref)
         return counts
 
 

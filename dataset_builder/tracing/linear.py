@@ -8,7 +8,7 @@ say how large it is.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +55,12 @@ class BlockContext:
         return TORCH_DTYPE[self.structure.params]
 
     def parameter(self, *shape: int) -> nn.Parameter:
-        return nn.Parameter(torch.empty(*shape, dtype=TORCH_DTYPE[self.structure.params]))
+        weight = torch.empty(*shape, dtype=TORCH_DTYPE[self.structure.params])
+        return nn.Parameter(weight, requires_grad=not self.structure.frozen)
+
+    def trained(self) -> BlockContext:
+        """The same for an adapter, which is trained though the block is frozen."""
+        return replace(self, structure=replace(self.structure, frozen=False, adapters=()))
 
     def to_compute(self, tensor: Tensor) -> Tensor:
         """The cast autocast would do before a linear layer."""
@@ -84,28 +89,31 @@ def _transposed_mm(a: Tensor, b: Tensor, main_grad: Tensor | None) -> Tensor | N
 
 
 class ParallelMatmul(torch.autograd.Function):
-    """``x @ weight^T`` with its messages and quantisations, forward and backward; gathers the input again for wgrad."""
+    """``x @ weight^T`` with its messages and quantisations, forward and backward; gathers the input again for wgrad.
+
+    A frozen weight has no gradient, and its input is not kept.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None, rule: MatmulRule
     ) -> Tensor:
-        ctx.rule, ctx.main_grad, ctx.has_bias = rule, main_grad, bias is not None
+        ctx.rule, ctx.main_grad, is_trained = rule, main_grad, ctx.needs_input_grad[1]
         leading = x.shape[:-1]
         if rule.fmt == "same":
             full = ops().all_gather(x, rule.ranks, "tensor") if rule.gather else x
             rows = full.reshape(-1, full.shape[-1])
             out = rows.mm(weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
-            ctx.save_for_backward(x, weight)
+            ctx.save_for_backward(x if is_trained else None, weight)
         else:
             fmt = FORWARD_FORMAT[rule.fmt]
-            x_rows, x_columns = ops().quantize(x, fmt, rule.fmt, "input", True)
+            x_rows, x_columns = ops().quantize(x, fmt, rule.fmt, "input", is_trained)
             w_rows, w_columns = ops().quantize(weight, fmt, rule.fmt, "weight", True)
             full = ops().all_gather(x_rows, rule.ranks, "tensor") if rule.gather else x_rows
             out = ops().scaled_mm(full.reshape(-1, full.shape[-1]), w_rows.t(), fmt, rule.compute)
             if bias is not None:
                 out = out + bias
-            ctx.save_for_backward(x_columns, w_columns)
+            ctx.save_for_backward(x_columns if is_trained else None, w_columns)
         rank_factor = rule.ranks if rule.gather else 1
         return out.view(leading[0] * rank_factor, *leading[1:], weight.shape[0])
 
@@ -115,27 +123,28 @@ class ParallelMatmul(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         shape = grad.shape
         flat = grad.reshape(-1, shape[-1])
+        d_weight = None
         if rule.fmt == "same":
             d_input = flat.mm(weight)
-            full = ops().all_gather(x, rule.ranks, "tensor") if rule.gather else x
-            d_weight = _transposed_mm(flat, full.reshape(-1, full.shape[-1]), ctx.main_grad)
+            if x is not None:
+                full = ops().all_gather(x, rule.ranks, "tensor") if rule.gather else x
+                d_weight = _transposed_mm(flat, full.reshape(-1, full.shape[-1]), ctx.main_grad)
         else:
             grad_format = GRADIENT_FORMAT[rule.fmt]
-            g_rows, g_columns = ops().quantize(flat, grad_format, rule.fmt, "gradient", True)
+            g_rows, g_columns = ops().quantize(flat, grad_format, rule.fmt, "gradient", x is not None)
             d_input = ops().scaled_mm(g_rows, weight.t(), grad_format, rule.compute)
-            if rule.gather:  # x is [features, rows]: gathered along the rows
+            if x is not None and rule.gather:  # x is [features, rows]: gathered along the rows
                 x = ops().all_gather(x.t(), rule.ranks, "tensor").t()
-            if ctx.main_grad is None:
+            if x is not None and ctx.main_grad is None:
                 d_weight = ops().scaled_mm(g_columns, x.t(), grad_format, rule.compute)
-            else:
+            elif x is not None:
                 ops().scaled_mm_accumulate(g_columns, x.t(), ctx.main_grad, grad_format)
-                d_weight = None
         d_input = d_input.view(*shape[:-1], -1)
         if rule.gather:
             d_input = ops().reduce_scatter(d_input, rule.ranks, "tensor")
         elif rule.reduce_gradient:
             d_input = ops().all_reduce(d_input, "tensor")
-        d_bias = flat.sum(0) if ctx.has_bias else None
+        d_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
         return d_input, d_weight, d_bias, None, None
 
 
@@ -149,6 +158,7 @@ class Linear(nn.Module):
         self.context, self.name, self.split = context, name, split
         self.weight = context.parameter(features[1], features[0])
         self.bias = context.parameter(features[1]) if bias else None
+        self.adapter = Adapter(context.trained(), features, split) if name in context.structure.adapters else None
 
     def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The product, without the messages of a row-parallel output."""
@@ -197,7 +207,28 @@ class Linear(nn.Module):
                 out = apply(ScatterSequence, out, self.context.sizes["t"], "tensor")
             elif is_row:
                 out = apply(ReduceFromTensor, out)
+            if self.adapter is not None:
+                update = self.adapter(x)
+                with scope("adapter.add", "adapter"):
+                    out = out + update * 2.0  # a constant, alpha / rank
             return out, self.context.to_compute(self.bias) if late and self.bias is not None else None
+
+
+class Adapter(nn.Module):
+    """A low-rank update of a linear (LoRA): the first matrix is split as the linear's rows, the second as its columns.
+
+    So only tensors of the rank's width are sent beside those of the linear itself.
+    """
+
+    def __init__(self, context: BlockContext, features: tuple[int, int], split: str) -> None:
+        super().__init__()
+        rank = context.sizes["R"]
+        self.down = Linear(context, "adapter.down", (features[0], rank), "rows" if split == "rows" else "none")
+        self.up = Linear(context, "adapter.up", (rank, features[1]), "columns" if split == "columns" else "none")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.up(self.down(x))
+        return out
 
 
 _BIAS_FUSED_LATER = ("fc1", "fc2", "projection", "cross_projection")

@@ -1,11 +1,14 @@
-"""``python -m dataset_builder.tracing.regenerate [JOB.yaml ...]``: traces the shipped templates anew.
+"""``python -m dataset_builder.tracing.regenerate [JOB.yaml | CORPUS ...]``: traces the shipped templates anew.
 
 The structures are those of the shipped model presets under every precision and the usual layouts, and of the jobs
-given. A job whose structure is not among them is traced when it is first asked for.
+given: job files, and directories that ``dataset_builder.build`` wrote, with the jobs of all their runs. The shipped
+files hold those of ``conf/job/*.yaml`` and of the corpus of the shipped tables. A job whose structure is not among them
+is traced when it is first asked for.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -62,20 +65,42 @@ def usual_jobs() -> Iterator[dict[str, Any]]:
     for optimizer, precision, framework in product(_OPTIMIZERS, _USUAL_PRECISIONS[:2], _FRAMEWORKS):
         yield {**_job("gpt3-175b", precision, {}, {"framework": framework}), "optimizer": optimizer}
 
+    for head, precision, framework in product(_HEADS, _USUAL_PRECISIONS[:2], _FRAMEWORKS):
+        yield _job("bert-large", precision, {}, {"framework": framework}, head)
+    for model, targets, precision in product(("llama2-70b", "llama3-8b"), _ADAPTED, ("bf16_mixed", "fp8_mixed")):
+        for framework, layout in (*product(_FRAMEWORKS[:1], _LAYOUTS), ("pytorch", _LAYOUTS[0])):
+            yield _job(model, precision, layout, {"framework": framework}, {"lora": {"targets": targets}})
 
+
+_HEADS: tuple[dict[str, Any], ...] = ({"masked_fraction": 0.15625}, {"head": "classification"})
+_ADAPTED = ("attention", "attention_and_mlp")
 _OPTIMIZERS = ("adam", "adamw", "sgd", "lion", "adafactor", "muon", "lamb")
 _BATCH = {"seq_length": 512, "micro_batch_size": 1, "global_batch_size": 64}
 
 
-def _job(model: str, precision: str, parallel: dict[str, Any], software: dict[str, Any]) -> dict[str, Any]:
+def _job(
+    model: str,
+    precision: str,
+    parallel: dict[str, Any],
+    software: dict[str, Any],
+    overrides: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     return {
-        "model": {"preset": model},
+        "model": {"preset": model, "overrides": overrides or {}},
         "batch": _BATCH,
         "cluster": {"gpu": "B200-SXM6-180GB", "num_nodes": 1, "gpus_per_node": 8},
         "precision": precision,
         "parallel": parallel,
         "software": software,
     }
+
+
+def corpus_jobs(folder: Path) -> Iterator[TrainingJob]:
+    """The distinct jobs of a built corpus, as its runs table holds them."""
+    import pyarrow.parquet as pq  # nothing else here reads tables
+
+    for text in dict.fromkeys(pq.read_table(folder / "runs.parquet", columns=["job"])["job"].to_pylist()):
+        yield TrainingJob.model_validate(json.loads(text))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -87,7 +112,9 @@ def main(arguments: Sequence[str]) -> int:
         except JobError as error:  # a preset that this layout does not divide, or that was renamed
             sys.stderr.write(f"left out: {values['model']['preset']} {values['parallel']}: {error}\n")
     for path in arguments:
-        structures |= set(job_structures(TrainingJob.from_yaml(path)))
+        jobs = corpus_jobs(Path(path)) if Path(path).is_dir() else [TrainingJob.from_yaml(path)]
+        for job in jobs:
+            structures |= set(job_structures(job))
     count = write_archive(structures, Path(__file__).resolve().parent)
     sys.stdout.write(f"{count} templates\n")
     return 0

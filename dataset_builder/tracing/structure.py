@@ -13,7 +13,7 @@ from typing import Literal
 
 from dataset_builder.job.precision import BYTES_PER_ELEMENT, LinearFormat
 
-TRACER_VERSION = "2"
+TRACER_VERSION = "3"
 
 Block = Literal["embedding", "layer", "head", "optimizer"]
 
@@ -45,6 +45,8 @@ class BlockStructure:
     shared_experts: bool = False
     token_types: bool = False
     head: Literal["lm", "mlm", "classification"] = "lm"
+    frozen: bool = False  # only adapters have gradients
+    adapters: tuple[str, ...] = ()  # linears that have one
     masked_positions: bool = False  # an mlm head gathers the masked positions first
     # how it is spread over ranks
     tensor: bool = False

@@ -50,6 +50,7 @@ SIZES: dict[str, Size] = {
     "j": Size(127, 1, "rotary head dimension (MLA), halves: the dimension is 2 j"),
     "M": Size(103, 1, "masked positions of a microbatch on a rank (of one tensor rank under sequence parallelism)"),
     "C": Size(107, 1, "labels of a classification head"),
+    "R": Size(109, 1, "rank of the adapters (LoRA)"),
     "N": Size(131, 1, "elements the optimizer updates on a rank"),
     "G": Size(137, 1, "gradient elements on a rank"),
 }

@@ -2,7 +2,7 @@
 
 ``templates.json.gz`` holds one gzip member per block structure (so it unpacks to lines of JSON), and
 ``templates.index.json`` says where each is: loading a template reads that member only. The command
-``python -m dataset_builder.tracing.regenerate [JOB.yaml ...]`` makes both anew.
+``python -m dataset_builder.tracing.regenerate [JOB.yaml | CORPUS ...]`` makes both anew.
 """
 
 from __future__ import annotations

@@ -169,6 +169,9 @@ class _GraphBuilder:
                 if last > 0 or not model.tie_embeddings:  # another stage keeps its own copy of the tied table
                     vocabulary += head.totals["vocabulary_parameters"]
             dense += self._parameters_outside_blocks(stage)
+            trained = dense + expert + vocabulary
+            if model.lora:  # adapters are in layers only
+                trained = sum(t["trained_parameters"] * n for t, n in held)
             facts.append(
                 StageFacts(
                     stage=stage,
@@ -177,6 +180,7 @@ class _GraphBuilder:
                     has_head=stage == last,
                     num_parameters=round(dense + expert + vocabulary),
                     num_expert_parameters=round(expert),
+                    num_trained_parameters=round(trained),
                     saved_activation_bytes=saved,
                     recompute_peak_bytes=max((t["recompute"] for t, _ in held), default=0.0),
                     logits_bytes=self._logits_bytes() if stage == last else 0.0,
@@ -237,8 +241,9 @@ class _GraphBuilder:
             self._gather_blocks(chain)
         by_elements: dict[tuple[float, float], list[int]] = {}
         for stage in facts:
-            dense = float(stage.num_parameters - stage.num_expert_parameters)
-            by_elements.setdefault((dense, float(stage.num_expert_parameters)), []).append(stage.stage)
+            expert = float(stage.num_trained_expert_parameters)
+            if stage.num_trained_parameters:
+                by_elements.setdefault((stage.num_trained_parameters - expert, expert), []).append(stage.stage)
         num_stages = len(facts)
         for (dense, expert), stages in by_elements.items():
             repeats = [float(stage in stages) for stage in range(num_stages)]
@@ -267,15 +272,18 @@ class _GraphBuilder:
             messages = (
                 _Message("all_gather", f"{name}.parameters", "forward", gather, "data", group, "microbatch"),
                 _Message("all_gather", f"{name}.parameters", "backward", gather, "data", group, "microbatch"),
-                _Message("reduce_scatter", f"{name}.gradients", "backward", reduce, "data", group, "microbatch"),
             )
-            forward, backward, scatter = (self._send(message, elements, repeats) for message in messages)
+            forward, backward = (self._send(message, elements, repeats) for message in messages)
             for i in block.ports["input"] or (0,):
                 self.edges[forward, start + i] = "communication"
             for i in block.ports["output_gradient"]:
                 self.edges[backward, start + i] = "communication"
-            for i in block.ports["weight_gradient"]:
-                self.edges[start + i, scatter] = "communication"
+            if totals["trained_parameters"] >= 1:
+                message = _Message(
+                    "reduce_scatter", f"{name}.gradients", "backward", reduce, "data", group, "microbatch"
+                )
+                scatter = self._send(message, totals["trained_parameters"], repeats)
+                self.edges |= {(start + i, scatter): "communication" for i in block.ports["weight_gradient"]}
 
     def _reduce_gradients(self, dense: float, expert: float, repeats: list[float], gradients: list[int]) -> list[int]:
         """The data-parallel reduction of a stage's gradients: once per iteration, with ZeRO-2 once per microbatch."""
@@ -331,7 +339,8 @@ class _GraphBuilder:
 
     def _tied_embedding(self, chain: list[tuple[BoundBlock, int]], stages: int) -> None:
         """The first and the last stage add up the gradients of the table they share."""
-        if stages == 1 or not self.job.model.tie_embeddings or self.job.model.head == "classification":
+        model = self.job.model
+        if stages == 1 or not model.tie_embeddings or model.head == "classification" or model.lora:
             return
         embedding, head = chain[0], chain[-1]
         elements = embedding[0].totals["vocabulary_parameters"]

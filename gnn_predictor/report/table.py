@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dataset_builder.job.model import num_parameters
+from dataset_builder.job.precision import PrecisionPolicy
 from gnn_predictor.prediction import MFU_CONVENTION, Prediction
 
 # Wide enough for the stage table when there is no terminal whose width could be asked for.
@@ -49,6 +50,19 @@ def _three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def _precision_text(policy: PrecisionPolicy) -> str:
+    """The preset and what of its GEMM formats the job changed: ``fp8_mixed with linear fp8_current``."""
+    if policy.preset is None:
+        return f"{policy.label} (compute {policy.compute}, linear {policy.linear})"
+    preset = PrecisionPolicy.model_validate(policy.preset)
+    changed = [key for key in ("compute", "linear") if getattr(policy, key) != getattr(preset, key)]
+    words = [f"{key} {getattr(policy, key)}" for key in changed]
+    words += [f"{len(policy.overrides)} module override{'s' if len(policy.overrides) > 1 else ''}"] * bool(
+        policy.overrides
+    )
+    return f"{policy.preset} with {', '.join(words)}" if words else policy.preset
+
+
 def _headline(prediction: Prediction) -> list[Text]:
     job, gpus = prediction.job, prediction.job.cluster.num_gpus
     plan, batch = job.parallel, job.batch
@@ -69,7 +83,7 @@ def _headline(prediction: Prediction) -> list[Text]:
         ),
         Text(
             f"{quantity_text(num_parameters(job.model))} parameters, {gpus} x {job.cluster.gpu.name}, "
-            f"precision {job.precision.preset or job.precision.label}"
+            f"precision {_precision_text(job.precision)}"
         ),
         Text(layout),
         Text(

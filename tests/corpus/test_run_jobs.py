@@ -394,3 +394,11 @@ def test_tables_of_others_are_answered(change: str, tmp_path: Path) -> None:
 def test_an_encoder_has_the_head_that_was_run(source: str, name: str, head: str, fraction: float) -> None:
     model = mapping(source_id=source, model_name=name, arch="bert")["model"]
     assert (model["head"], model.get("masked_fraction", 1.0)) == (head, fraction)
+
+
+def test_a_lora_row_trains_adapters_only() -> None:
+    notes = "LoRA rank 16, frozen base weights; no matching config file, layout left blank"
+    job = mapping(model_name="Llama2-70B LoRA", arch="llama", source_id="mlperf", notes=notes)
+    assert job["model"]["lora"] == {"rank": 16, "targets": "attention"}
+    assert job["optimizer"]["name"] == "adam"
+    assert "lora" not in mapping()["model"]

@@ -147,3 +147,20 @@ def test_files_that_are_refused(tmp_path: Path, name: str, content: str | None, 
     with pytest.raises(JobError, match=expected) as caught:
         TrainingJob.parse(data, folder=tmp_path)
     assert caught.value.reasons[0].startswith("model.config: ")
+
+
+@pytest.mark.parametrize(
+    ("saved_as", "expected"),
+    [
+        ("BertForMaskedLM", ("mlm", 2)),
+        ("BertForQuestionAnswering", ("classification", 2)),
+        ("BertForTokenClassification", ("classification", 5)),
+    ],
+)
+def test_the_class_a_bert_was_saved_by_says_its_head(saved_as: str, expected: tuple[str, int]) -> None:
+    config = {"model_type": "bert", "hidden_size": 768, "num_hidden_layers": 2, "num_attention_heads": 12,
+              "intermediate_size": 3072,
+              "vocab_size": 30522, "architectures": [saved_as],
+              "id2label": dict.fromkeys("01234", "B")}  # fmt: skip
+    read = spec(config)
+    assert (read.head, read.num_labels) == expected

@@ -63,6 +63,14 @@ def test_set_overrides_values_with_yaml_types(job: Path, untrained: Path, capsys
     assert resolved["precision"]["attention"] == "fp32"
 
 
+def test_a_format_changed_within_a_preset_is_said(
+    job: Path, untrained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["--set", "precision={preset: bf16_mixed, linear: fp8_current}", "--set", "cluster.gpu=H100-SXM5-80GB"]
+    assert main([str(job), "--checkpoint", str(untrained), *settings]) == 0
+    assert "precision bf16_mixed with linear fp8_current" in capsys.readouterr().out
+
+
 def test_standard_input_and_several_jobs(
     job: Path, untrained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

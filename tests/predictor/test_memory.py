@@ -65,6 +65,7 @@ def test_microbatches_in_flight_follow_the_schedule(
 
 def _stage(index: int, layers: int, saved: float, **facts: float) -> StageFacts:
     held = {"num_parameters": 0, "num_expert_parameters": 0, "recompute_peak_bytes": 0.0, "logits_bytes": 0.0, **facts}
+    held = {"num_trained_parameters": held["num_parameters"], **held}
     return StageFacts(index, tuple(range(layers)), index == 0, False, saved_activation_bytes=saved, **held)  # type: ignore[arg-type]
 
 
@@ -111,3 +112,9 @@ def test_no_stage_holds_more_than_all_microbatches(
     held = [microbatches_in_flight(stage, job, microbatches) for stage in range(pipeline)]
     assert all(0 < each <= microbatches for each in held)
     assert held == sorted(held, reverse=True)
+
+
+def test_frozen_parameters_are_weights_only() -> None:
+    stage = _stage(0, 2, 0.0, num_parameters=1_000, num_trained_parameters=10)
+    (memory,) = peak_memory([stage], _job(precision="bf16_mixed"), _layout(1))
+    assert (memory.params, memory.grads, memory.optimizer) == (2_000, 40, 120)

@@ -65,4 +65,4 @@ def test_a_bad_job_is_named_on_stderr(tmp_path, capsys, change, code, words):
 def test_an_output_that_cannot_be_written(tmp_path, capsys):
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))
     assert main([str(tmp_path / "job.yaml"), "--output", str(tmp_path / "none" / "graph.json")]) == 2
-    assert "none" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"{tmp_path / 'none' / 'graph.json'}: ")

@@ -36,6 +36,12 @@ JOBS = {
         {"preset": "bert-large", "overrides": {"masked_fraction": 0.15625}}, "fp16_mixed",
         {"tensor": 4, "sequence_parallel": True}, {"framework": "megatron-core"}),
     "bert, fine-tuning": ({"preset": "bert-large", "overrides": {"head": "classification"}}, "fp16_mixed", {}, {}),
+    "llama-3 8B, adapters, fp8": (
+        {"preset": "llama3-8b", "overrides": {"lora": {"rank": 16, "targets": "attention_and_mlp"}}}, "fp8_mixed",
+        {"tensor": 4, "sequence_parallel": True}, {"framework": "megatron-core"}),
+    "mixtral, adapters": (
+        {"preset": "mixtral-8x7b", "overrides": {"lora": {"rank": 16}}}, "mxfp8", {"tensor": 2, "expert": 2},
+        {"framework": "megatron-core"}),
     "gemma-3, windows": ("gemma3-12b", "bf16_mixed", {"tensor": 2}, {}),
     "mpt, alibi": ("mpt-7b", "bf16", {}, {"attention": "unfused"}),
 }  # fmt: skip

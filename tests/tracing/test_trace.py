@@ -304,3 +304,82 @@ def test_parameters_of_a_head_over_stages(head):
 def test_quantised_weights_are_no_activations():
     bf16, fp8 = (graph(precision=p).stages[0].saved_activation_bytes for p in ("bf16_mixed", "fp8_mixed"))
     assert fp8 < bf16
+
+
+def lora(targets="attention", **changes):
+    model = {"preset": "llama2-7b", "overrides": {"lora": {"rank": 8, "targets": targets}}}
+    return graph(**{"model": model, "batch": {"seq_length": 4096, "micro_batch_size": 1, "global_batch_size": 64},
+                    **changes})  # fmt: skip
+
+
+# per layer: A and B of q, k, v and the projection, of gate, up and down; fused linears share their A
+HIDDEN, WIDE = 4096, 11008
+STACKS = {"fused": {"framework": "megatron-core"}, "eager": {"framework": "pytorch", "fused_kernels": False}}
+ADAPTERS = {
+    ("fused", "attention"): 8 * ((HIDDEN + 3 * HIDDEN) + 2 * HIDDEN),
+    ("eager", "attention"): 8 * 4 * 2 * HIDDEN,
+    ("fused", "attention_and_mlp"): 8 * (4 * HIDDEN + 2 * HIDDEN + (HIDDEN + 2 * WIDE) + (WIDE + HIDDEN)),
+    ("eager", "attention_and_mlp"): 8 * (4 * 2 * HIDDEN + 3 * (HIDDEN + WIDE)),
+}
+
+
+@pytest.mark.parametrize(("stack", "targets"), ADAPTERS)
+def test_only_adapters_are_reduced_and_updated(stack, targets):
+    found = lora(targets, software=STACKS[stack], parallel={"sharding": "none"}, precision="bf16_mixed")
+    adapters = 32 * ADAPTERS[stack, targets]
+    (stage,), (reduction,) = found.stages, (n for n in found.nodes if n.axis == "data")
+    assert (stage.num_trained_parameters, stage.num_parameters) == (adapters, 6_738_415_616 + adapters)
+    assert reduction.kind == "all_reduce"
+    assert reduction.shape == (adapters,)
+    assert {n.shape for n in found.nodes if n.kind == "optimizer"} == {(adapters,)}
+
+
+def test_frozen_weights_have_no_weight_gradients():
+    """Backward GEMMs are the input gradients alone: half of full training's, and what the FLOP formula says."""
+    full, frozen = lora(model={"preset": "llama2-7b"}), lora()
+    backward, half = (
+        sum(
+            n.flops * c
+            for n, c in zip(g.nodes, g.repeats[0], strict=True)
+            if n.kind == "gemm" and n.phase == "backward"
+        )
+        for g in (full, frozen)
+    )
+    assert half == pytest.approx(backward / 2, rel=5e-3)
+    assert frozen.stages[0].saved_activation_bytes < 0.9 * full.stages[0].saved_activation_bytes
+    assert not [n for n in frozen.nodes if n.phase == "backward" and n.module.startswith("embedding")]
+
+
+@pytest.mark.parametrize("targets", ["attention", "attention_and_mlp"])
+@pytest.mark.parametrize("preset", ["llama3-8b", "gpt2-small", "deepseek-v2", "t5-large"])
+def test_flops_of_lora_are_the_models(preset, targets):
+    if preset == "deepseek-v2" and targets != "attention":
+        return
+    model = {"preset": preset, "overrides": {"lora": {"rank": 64, "targets": targets}}}
+    job = TrainingJob.parse({**BASE, "model": model, "cluster": {**BASE["cluster"], "num_nodes": 1, "gpus_per_node": 1},
+                             "software": STACKS["eager"]}).resolved()  # fmt: skip
+    found = build_graph(job)
+    again = sum(n.flops * c / 5 for n, c in zip(found.nodes, found.repeats[0], strict=True)
+                if n.kind == "attention" and n.phase == "backward")  # fmt: skip
+    whole = attention_kernel(job) == "unfused"
+    expected = model_flops_per_sequence(job.model, 2048, job.batch.target_seq_length, whole_causal=whole)
+    assert total(found, "flops", "gemm", "grouped_gemm", "attention") - again == pytest.approx(expected, rel=2e-3)
+
+
+def test_frozen_weights_are_gathered_but_not_scattered_when_fully_sharded():
+    found = lora(parallel={"sharding": "zero3"}, software=STACKS["eager"])
+    gathered = {n.module: n.shape[0] for n in found.nodes if n.kind == "all_gather" and n.phase == "backward"}
+    scattered = {n.module: n.shape[0] for n in found.nodes if n.kind == "reduce_scatter"}
+    assert len(gathered) == 3  # embedding, layer, head
+    assert scattered == {"decoder_layer0.gradients": ADAPTERS["eager", "attention"]}
+
+
+def test_messages_of_adapters_have_the_width_of_their_rank():
+    found = lora(parallel={"tensor": 4, "sequence_parallel": True})
+    adapters = [n for n in found.nodes if n.axis == "tensor" and "adapter" in n.module]
+    assert adapters
+    assert {n.shape for n in adapters} == {(4096 * 8,)}
+    full = lora(model={"preset": "llama2-7b"}, parallel={"tensor": 4, "sequence_parallel": True})
+    layer = [[n for n in g.nodes if n.axis == "tensor" and "layer" in n.module and "adapter" not in n.module]
+             for g in (found, full)]  # fmt: skip
+    assert len(layer[1]) - len(layer[0]) == 2  # the inputs gathered again for weight gradients
