@@ -48,6 +48,7 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     settings: dict[str, Any] = {
         "node_features": graph.node_features.shape[1],
+        "format_features": graph.format_features.shape[1],
         "hardware_features": graph.hardware.shape[1],
         "software_features": graph.software.shape[1],
         "workload_features": graph.workload.shape[1],

@@ -76,6 +76,7 @@ def config(runs: RunExamples) -> NetworkConfig:
     graph = runs.graphs[0]
     return NetworkConfig(
         node_features=graph.node_features.shape[1],
+        format_features=graph.format_features.shape[1],
         hardware_features=graph.hardware.shape[1],
         software_features=graph.software.shape[1],
         workload_features=graph.workload.shape[1],
