@@ -217,7 +217,6 @@ def _fill_usual_sizes(data: dict[str, Any]) -> dict[str, Any]:
     """Derives the sizes a transformer usually derives; a broken size is left for the field check to report."""
     data = dict(data)
 
-
     def whole(key: str) -> int:
         number = int(float(data[key]))
         if not 0 <= number <= 10**18:
