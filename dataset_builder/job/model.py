@@ -120,7 +120,7 @@ class ModelSpec(Frozen):
         heads, groups, hidden = self.num_attention_heads, self.num_query_groups, self.hidden_size
         if heads % groups:
             wrong.append(f"num_query_groups: got {groups}; expected a divisor of num_attention_heads {heads}")
-        if hidden % heads and self.head_dim == hidden // heads:
+        if hidden % heads and self.head_dim == max(1, hidden // heads):
             wrong.append(f"num_attention_heads: got {heads}; expected a divisor of hidden_size {hidden}, or a head_dim")
         if self.attention == "sliding" and self.window is None:
             wrong.append("window: missing; expected with attention: sliding, e.g. window: 4096")
@@ -216,17 +216,24 @@ def _spelt_canonically(data: dict[str, Any]) -> dict[str, Any]:
 def _fill_usual_sizes(data: dict[str, Any]) -> dict[str, Any]:
     """Derives the sizes a transformer usually derives; a broken size is left for the field check to report."""
     data = dict(data)
-    if data.get("num_layers") is None and data.get("num_decoder_layers") is not None:
-        data["num_layers"] = data["num_decoder_layers"]
-    derived: dict[str, Callable[[], Any]] = {
-        "num_query_groups": lambda: data["num_attention_heads"],
-        "ffn_hidden_size": lambda: 4 * int(float(data["hidden_size"])),
-        "head_dim": lambda: int(float(data["hidden_size"])) // int(float(data["num_attention_heads"])),
+
+    def whole(key: str) -> int:
+        number = int(float(data[key]))
+        if not 0 <= number <= 10**18:
+            raise ValueError(key)
+        return number
+
+    derived: dict[str, Callable[[], int]] = {
+        "num_query_groups": lambda: whole("num_attention_heads"),
+        "ffn_hidden_size": lambda: 4 * whole("hidden_size"),
+        "head_dim": lambda: whole("hidden_size") // whole("num_attention_heads"),
     }
+    if data.get("num_decoder_layers") is not None:
+        derived["num_layers"] = lambda: min(whole("num_decoder_layers"), 10_000)
     for key, derive in derived.items():
         if data.get(key) is None:
             try:
-                data[key] = derive()
+                data[key] = max(1, derive())
             except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError):
                 data[key] = 1  # what it derives from is missing or broken, and is reported itself
     return data

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dataset_builder.tracing.collectives import define_operators
 from dataset_builder.tracing.linear import BlockContext
-from dataset_builder.tracing.model import Embedding, Head, Layer
+from dataset_builder.tracing.model import Embedding, EncoderNorm, Head, Layer
 from dataset_builder.tracing.precision import TORCH_DTYPE, cuda_autocast_on_cpu
 from dataset_builder.tracing.recorder import RawOp, Recorder, TensorRef, scope
 from dataset_builder.tracing.structure import BlockStructure
@@ -107,8 +107,20 @@ def _prepare_gradients(block: nn.Module, context: BlockContext) -> set[int]:
     return buffers
 
 
+def _accumulate_over_layers(memory: Tensor) -> None:
+    """Every decoder layer adds its gradient to that of the encoder's output."""
+    total = torch.empty_like(memory, requires_grad=False)
+
+    def add(encoded: Tensor) -> None:
+        with scope("memory_gradient"):
+            total.add_(encoded.grad)  # type: ignore[arg-type]
+        encoded.grad = total
+
+    memory.register_post_accumulate_grad_hook(add)
+
+
 def record_block(structure: BlockStructure, sizes: Mapping[str, int], fake: bool = True) -> Recording:
-    """Traces an embedding, layer or head at the given sizes; ``fake`` off really computes it, on the CPU."""
+    """Traces one block at the given sizes; ``fake`` off really computes it, on the CPU."""
     recorder = Recorder()
     with fake_training(fake), cuda_autocast_on_cpu() as rules:
         context = BlockContext(structure, sizes, rules, recorder)
@@ -171,6 +183,9 @@ def _build(context: BlockContext) -> tuple[Recording, _Run]:
         block: nn.Module = Embedding(context)
         arguments: tuple[object, ...] = (indices(batch, full), indices(1, local), indices(batch, local))
         activations: tuple[Tensor, ...] = ()
+    elif structure.block == "encoder_norm":
+        block = EncoderNorm(context)
+        activations = arguments = (activation(local),)
     elif structure.block == "head":
         block = Head(context)
         activations = (activation(local),)
@@ -181,6 +196,7 @@ def _build(context: BlockContext) -> tuple[Recording, _Run]:
         memory = None
         if structure.cross_attention:
             memory = activation(sizes["o"] if context.is_scattered else sizes["m"])
+            _accumulate_over_layers(memory)
         activations = (activation(local), *((memory,) if memory is not None else ()))
         arguments = (activations[0], tables, memory)
     recording = Recording(structure, [])

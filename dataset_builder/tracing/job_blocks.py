@@ -1,4 +1,4 @@
-"""The blocks of a job: which structures its embedding, layers, head and optimizer have, and how large they are.
+"""The blocks of a job: which structures its embedding, layers, norms, head and optimizer have, and how large they are.
 
 In: a resolved job and its layout. Out: :class:`JobBlocks`; what is structural goes into the structures (the templates'
 keys), every size into ``sizes`` under the names of :mod:`symbols`.
@@ -28,6 +28,7 @@ class JobBlocks:
     """The distinct blocks of a job with their sizes, and how often each stage runs each layer block."""
 
     embedding: BlockStructure
+    encoder_norm: BlockStructure | None  # of an encoder that a decoder attends to
     head: BlockStructure
     optimizer: BlockStructure | None
     layers: dict[tuple[BlockStructure, bool], Counter[int]]  # (structure, is_decoder) -> stage -> count
@@ -39,7 +40,7 @@ def job_structures(job: TrainingJob) -> list[BlockStructure]:
     job = job.resolved()
     blocks = job_blocks(job, rank_layout(job))
     found = [blocks.embedding, blocks.head, *(structure for structure, _ in blocks.layers)]
-    return [*found, blocks.optimizer] if blocks.optimizer else found
+    return [*found, *(block for block in (blocks.encoder_norm, blocks.optimizer) if block)]
 
 
 def job_blocks(job: TrainingJob, layout: RankLayout) -> JobBlocks:
@@ -66,6 +67,11 @@ def job_blocks(job: TrainingJob, layout: RankLayout) -> JobBlocks:
             layers.setdefault((kinds[kind], is_decoder), Counter())[stage] += 1
     return JobBlocks(
         embedding=_embedding_structure(job, shared),
+        encoder_norm=(
+            dataclasses.replace(shared, block="encoder_norm", dropout=False)
+            if model.architecture == "encoder_decoder"
+            else None
+        ),
         head=_head_structure(job, shared),
         optimizer=_optimizer_structure(job, shared),
         layers=layers,

@@ -15,7 +15,7 @@ from typing import Literal
 from dataset_builder.tracing.block import Recording
 from dataset_builder.tracing.graph import COLLECTIVES, Axis, EdgeKind, Phase
 from dataset_builder.tracing.recorder import RawOp, TensorRef
-from dataset_builder.tracing.structure import element_bytes
+from dataset_builder.tracing.structure import TWO_PASS_RECIPES, element_bytes
 from dataset_builder.tracing.symbols import Polynomial, constant
 from dataset_builder.tracing.work import ATTENTION_BACKWARD_FACTOR
 
@@ -253,6 +253,8 @@ class _Reducer:
         name = f"fused_{group.region}" if group.region and len(ops) > 1 else _short(op)
         if group.kind == "quantize":
             name = f"quantize.{op.attributes['recipe']}.{op.attributes['what']}"
+            passes = 2.0 if op.attributes["recipe"] in TWO_PASS_RECIPES else 1.0
+            read_bytes, launches = read_bytes * passes, passes
         return Kernel(
             group.kind, name, op.scope.module, op.phase, shape, input_dtype, output_dtype,
             _accumulate(group.kind, output_dtype), axis, per, flops, read_bytes, written_bytes, message, launches,

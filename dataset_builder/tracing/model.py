@@ -113,6 +113,18 @@ class Embedding(nn.Module):
                 return dropout(out, structure)
 
 
+class EncoderNorm(nn.Module):
+    """The norm behind the encoder whose output every decoder layer attends to."""
+
+    def __init__(self, context: BlockContext) -> None:
+        super().__init__()
+        self.final_norm = Norm(context, "final_norm", context.sizes["h"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.final_norm(x)
+        return out
+
+
 class ParallelCrossEntropy(torch.autograd.Function):
     """Cross entropy over a vocabulary split across tensor ranks (Megatron-LM): maximum, target and sum reduced."""
 

@@ -85,16 +85,18 @@ def _fused_torch_step(name: str, parameter: nn.Parameter, state_dtype: torch.dty
 
 
 def record_optimizer(structure: BlockStructure, sizes: Mapping[str, int]) -> Recording:
-    """The step on ``N`` elements (for Muon ``N`` square matrices of the hidden size)."""
+    """The step on ``N`` elements of the ``G`` whose gradients the rank holds (for Muon matrices of the hidden size)."""
     recorder = Recorder()
     recorder.phase = "optimizer"
-    shape = (sizes["N"], sizes["h"], sizes["h"]) if structure.optimizer == "muon" else (sizes["N"],)
+    element = (sizes["h"], sizes["h"]) if structure.optimizer == "muon" else ()
+    shape = (sizes["N"], *element)
     has_main = structure.main_params != "none" and structure.main_params != structure.params
     stored = TORCH_DTYPE[structure.main_params if has_main else structure.params]
     with fake_training(), torch.no_grad():
         parameter = nn.Parameter(torch.empty(shape, dtype=stored))
         weight = torch.empty(shape, dtype=TORCH_DTYPE[structure.params])
-        gradient = torch.empty(shape, dtype=TORCH_DTYPE[structure.grad_accum])
+        buffer = torch.empty((sizes["G"], *element), dtype=TORCH_DTYPE[structure.grad_accum])
+        gradient = buffer[: sizes["N"]]
         state_dtype = TORCH_DTYPE[structure.optimizer_state]
         moments = [torch.empty(shape, dtype=state_dtype) for _ in range(2)]
         found_inf, scale = torch.zeros(1), torch.zeros(1)
@@ -120,5 +122,5 @@ def record_optimizer(structure: BlockStructure, sizes: Mapping[str, int]) -> Rec
                     weight.copy_(parameter)
             if structure.accumulate:
                 with scope("zero_gradient"):
-                    gradient.zero_()
+                    buffer.zero_()
     return Recording(structure, recorder.ops)

@@ -171,6 +171,8 @@ class Recorder(TorchDispatchMode):
             self.ref(value)
             for argument, value in zip(func._schema.arguments, args, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write
+            # torch's fused optimizers write gradients only when they unscale them
+            if not (argument.name == "grads" and kwargs.get("grad_scale") is None)
             for value in tree_leaves(value)
             if isinstance(value, torch.Tensor)
         ]

@@ -13,9 +13,9 @@ from typing import Literal
 
 from dataset_builder.job.precision import BYTES_PER_ELEMENT, LinearFormat
 
-TRACER_VERSION = "3"
+TRACER_VERSION = "4"
 
-Block = Literal["embedding", "layer", "head", "optimizer"]
+Block = Literal["embedding", "layer", "encoder_norm", "head", "optimizer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,9 @@ FORWARD_FORMAT: dict[str, str] = {
 GRADIENT_FORMAT: dict[str, str] = {
     **FORWARD_FORMAT, "fp8_delayed": "fp8_e5m2", "fp8_current": "fp8_e5m2", "fp8_tensorwise": "fp8_e5m2",
 }  # fmt: skip
+# Scales from the largest value of the whole tensor of this very step: it is read once for them and once to be cast.
+# Delayed scaling takes the scale of earlier steps; rows and blocks find theirs within the kernel that casts them.
+TWO_PASS_RECIPES = ("fp8_current", "fp8_tensorwise", "nvfp4")
 
 
 def element_bytes(fmt: str) -> float:

@@ -52,7 +52,7 @@ SIZES: dict[str, Size] = {
     "C": Size(107, 1, "labels of a classification head"),
     "R": Size(109, 1, "rank of the adapters (LoRA)"),
     "N": Size(131, 1, "elements the optimizer updates on a rank"),
-    "G": Size(137, 1, "gradient elements on a rank"),
+    "G": Size(137, 1, "elements whose gradients a rank holds: N or, where only the state is sharded, more"),
 }
 
 

@@ -100,6 +100,10 @@ class _GraphBuilder:
             (bind(template(structure), self.blocks.sizes[is_decoder], _prefix(is_decoder, number), groups), counts)
             for number, ((structure, is_decoder), counts) in enumerate(self.blocks.layers.items())
         ]
+        if self.blocks.encoder_norm is not None:
+            norm = bind(template(self.blocks.encoder_norm), self.blocks.sizes[False], "encoder", groups)
+            of_encoder = sum(not is_decoder for _, is_decoder in self.blocks.layers)
+            layers.insert(of_encoder, (norm, Counter({self._stage_of_encoder_norm(): 1})))
         chain = [(embedding, self._add(embedding, [float(stage == 0) for stage in stages]))]
         for block, counts in layers:
             chain.append((block, self._add(block, [float(counts[stage]) for stage in stages])))
@@ -113,6 +117,11 @@ class _GraphBuilder:
         return TrainingGraph(
             tuple(self.nodes), edges, repeats, facts, self.layout.num_microbatches, self._fingerprint(), TRACER_VERSION
         )
+
+    def _stage_of_encoder_norm(self) -> int:
+        """The stage of the encoder's last layer."""
+        last = self.job.model.encoder_layers - 1
+        return next((stage for stage, held in enumerate(self.layout.stage_layers) if last in held), 0)
 
     def _fingerprint(self) -> str:
         text = self.job.model_dump_json(exclude={"name", "training", "price"})
@@ -196,16 +205,12 @@ class _GraphBuilder:
         return sizes["b"] * sizes["s"] * model.masked_fraction * columns * 4.0
 
     def _parameters_outside_blocks(self, stage: int) -> float:
-        """The position tables of relative attention, and the encoder's final norm in an encoder-decoder."""
+        """The position tables of relative attention."""
         model = self.job.model
-        outside = 0.0
-        if stage == 0 and model.position_embedding == "relative":
-            stacks = (model.encoder_layers > 0) + (model.decoder_layers > 0)
-            outside += stacks * model.relative_buckets * model.num_attention_heads / self.layout.tensor
-        if stage == 0 and model.architecture == "encoder_decoder" and model.norm_affine:
-            has_bias = model.bias if model.norm_bias is None else model.norm_bias
-            outside += model.hidden_size * (2 if model.normalization == "layernorm" and has_bias else 1)
-        return outside
+        if stage > 0 or model.position_embedding != "relative":
+            return 0.0
+        stacks = (model.encoder_layers > 0) + (model.decoder_layers > 0)
+        return stacks * model.relative_buckets * model.num_attention_heads / self.layout.tensor
 
     # ---- messages between blocks
 
@@ -268,6 +273,8 @@ class _GraphBuilder:
             if elements < 1 or not block.nodes:
                 continue
             name = block.nodes[0].module.partition(".")[0]
+            if name == "encoder":  # its final norm alone: a few thousand elements of the outermost unit
+                continue
             gather, reduce = _stored(policy.param_gather or "bf16"), policy.grad_reduce or "fp32"
             messages = (
                 _Message("all_gather", f"{name}.parameters", "forward", gather, "data", group, "microbatch"),
@@ -320,16 +327,18 @@ class _GraphBuilder:
         """The optimizer's nodes for stages with these parameters; indices of the first and the last."""
         if self.blocks.optimizer is None:
             return None, None
-        elements = dense + expert
+        elements = held = dense + expert
         sharding = self.job.parallel.sharding or "none"
         if sharding != "none":
             ranks = self.layout.shard_size
             expert_ranks = min(ranks, self.layout.expert_data_group.size)
             elements = dense / max(1, ranks) + expert / max(1, expert_ranks)
+        if sharding not in ("none", "zero1"):  # these keep the gradients of every parameter
+            held = elements
         hidden = float(self.job.model.hidden_size)
         if self.blocks.optimizer.optimizer == "muon":
-            elements /= hidden * hidden
-        block = bind(template(self.blocks.optimizer), {"N": elements, "h": hidden}, "optimizer", {})
+            elements, held = elements / hidden**2, held / hidden**2
+        block = bind(template(self.blocks.optimizer), {"N": elements, "G": held, "h": hidden}, "optimizer", {})
         start = len(self.nodes)
         for node in block.nodes:
             self.nodes.append(dataclasses.replace(node, per="iteration"))

@@ -1,6 +1,7 @@
 """Parameter counts and FLOPs of the shipped models against published figures."""
 
 import pytest
+from pydantic import ValidationError
 
 from dataset_builder.job.flops import model_flops_per_sequence
 from dataset_builder.job.model import ModelSpec, active_parameters, num_parameters
@@ -97,3 +98,24 @@ def test_a_classification_head_replaces_the_vocabulary():
 def test_only_a_masked_head_has_a_masked_fraction():
     with pytest.raises(ValueError, match="masked_fraction"):
         ModelSpec.model_validate({"preset": "llama3-8b", "overrides": {"masked_fraction": 0.15}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"hidden_size": -3}, "hidden_size"),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"hidden_size": 1e30}, "hidden_size"),
+        ({"num_attention_heads": -16}, "num_attention_heads"),
+        ({"num_attention_heads": 4096}, "num_attention_heads"),
+        ({"num_layers": None, "num_decoder_layers": -2}, "num_decoder_layers"),
+    ],
+    ids=str,
+)
+def test_only_what_is_written_is_told_to_be_wrong(changes, wrong) -> None:
+    sizes = {"num_layers": 2, "hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 32000, **changes}
+    with pytest.raises(ValidationError) as caught:
+        model(**sizes)
+    (error,) = caught.value.errors()
+    assert wrong in (*error["loc"], error["msg"].removeprefix("Value error, ").partition(":")[0])
+    assert "\n" not in error["msg"]

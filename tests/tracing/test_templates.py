@@ -65,6 +65,8 @@ def test_a_bound_template_equals_a_direct_trace(name):
     job = job_of(*JOBS[name])
     blocks = job_blocks(job, rank_layout(job))
     pairs = [(blocks.embedding, True), (blocks.head, job.model.architecture != "encoder"), *blocks.layers]
+    if blocks.encoder_norm is not None:
+        pairs.append((blocks.encoder_norm, False))
     for structure, is_decoder in pairs:
         sizes = blocks.sizes[is_decoder]
         bound = bind(from_json(json.loads(json.dumps(trace_structure(structure)))), sizes, "x", GROUPS)

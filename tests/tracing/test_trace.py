@@ -383,3 +383,76 @@ def test_messages_of_adapters_have_the_width_of_their_rank():
     layer = [[n for n in g.nodes if n.axis == "tensor" and "layer" in n.module and "adapter" not in n.module]
              for g in (found, full)]  # fmt: skip
     assert len(layer[1]) - len(layer[0]) == 2  # the inputs gathered again for weight gradients
+
+
+def nodes(found, **fields):
+    return [n for n in found.nodes if all(getattr(n, name) == value for name, value in fields.items())]
+
+
+RECIPES = {"fp8_delayed": 1, "fp8_current": 2, "fp8_tensorwise": 2, "fp8_rowwise": 1, "fp8_blockwise": 1, "mxfp8": 1,
+           "nvfp4": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "passes"), RECIPES.items())
+def test_scales_of_the_same_step_cost_a_pass_of_their_own(recipe, passes):
+    found = nodes(graph(precision={"preset": "fp8_mixed", "linear": recipe}), kind="quantize")
+    for what in ("input", "gradient"):
+        n = next(n for n in found if n.op == f"quantize.{recipe}.{what}" and n.module.endswith("qkv"))
+        columns = 4096 if what == "input" else 6144
+        assert n.bytes_read == passes * 2 * 2048 * columns
+        assert n.launches == passes
+        assert n.bytes_written < 2 * 2.2 * 2048 * columns
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(("sharding", "share"), {"none": 1, "zero1": 1, "zero2": 64, "zero3": 64}.items())
+def test_all_gradients_a_rank_holds_are_zeroed(sharding, share, optimizer):
+    found = graph(parallel={"sharding": sharding, "tensor": 1}, optimizer=optimizer, precision="bf16_mixed")
+    (n,) = nodes(found, module="optimizer.zero_gradient")
+    assert n.bytes_written == pytest.approx(4 * found.stages[0].num_parameters / share, rel=1e-6)
+
+
+# fp32 values an update reads and writes per parameter: LAMB's trust ratio and its application take a pass each
+UPDATES = {
+    "adamw": (4, 3), "adam": (4, 3), "sgd": (3, 2), "lion": (3, 2), "adafactor": (1 + 2, 1),
+    "lamb": (4 + 2 + 2, 3 + 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("optimizer", "amounts"), UPDATES.items())
+def test_an_update_reads_the_gradient_and_writes_parameters_and_state(optimizer, amounts):
+    found = graph(optimizer=optimizer, precision="fp32", parallel={"sharding": "none"})
+    steps = ("optimizer.update", "optimizer.trust_ratio", "optimizer.apply", "optimizer.statistics")
+    update = [n for n in found.nodes if n.module in steps]
+    count = found.stages[0].num_parameters
+    moved = sum(n.bytes_read for n in update) / count / 4, sum(n.bytes_written for n in update) / count / 4
+    assert moved == pytest.approx(amounts, rel=1e-3)
+
+
+def test_the_low_precision_weights_are_written_back():
+    found = graph(precision={"preset": "bf16_mixed", "params": "bf16", "main_params": "fp32"})
+    (copy,) = nodes(found, module="optimizer.weight_copy")
+    count = sum(n.shape[0] for n in nodes(found, kind="optimizer"))
+    assert (copy.bytes_read, copy.bytes_written) == pytest.approx((4 * count, 2 * count), rel=1e-6)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"pipeline": 2}, {"tensor": 2, "sequence_parallel": True}], ids=str)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_decoder_layers_share_the_normed_output_of_the_encoder(parallel, recompute):
+    found = graph(model={"preset": "t5-large"}, parallel={**parallel, "recompute": recompute}, precision="bf16_mixed",
+                  cluster={**BASE["cluster"], "num_nodes": 1, "gpus_per_node": 2})  # fmt: skip
+    (norm,) = nodes(found, module="encoder.final_norm", phase="forward")
+    at, stages = found.nodes.index(norm), len(found.stages)
+    assert norm.shape == (2048 // parallel.get("tensor", 1), 1024)
+    assert found.repeats[:, at].tolist() == [1.0] + [0.0] * (stages - 1)
+    (add,) = (n for n in found.nodes if n.module.endswith("memory_gradient"))
+    size = 2048 * 1024 // parallel.get("tensor", 1)
+    assert add.shape == (size,)
+    assert found.repeats[:, found.nodes.index(add)].sum() == 24
+    assert add.bytes_read == pytest.approx(2 * add.bytes_written)
+    edges = {(edge.source, edge.target) for edge in found.edges}
+    gradient = nodes(found, module="encoder.final_norm", phase="backward")
+    assert gradient
+    assert any((found.nodes.index(add), found.nodes.index(n)) in edges for n in gradient)
+    assert any(target == at and "encoder_layer" in found.nodes[source].module for source, target in edges)
+    assert any(source == at and "decoder_layer" in found.nodes[target].module for source, target in edges)
