@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from gnn_predictor.batch import GraphBatch
-from gnn_predictor.features import EDGE_KINDS, FORMATS, NUM_SLOTS, SLOTS
+from gnn_predictor.features import EDGE_KINDS, FORMATS, NUM_SLOTS, SLOTS, GraphArrays
 from gnn_predictor.schedule import DifferentiableMakespan
 
 
@@ -42,6 +42,19 @@ class NetworkConfig:
     format_dropout: float = 0.3
     workload_dropout: float = 0.1
     feature_dropout: float = 0.1  # of single workload features
+
+    @classmethod
+    def fitting(cls, graph: GraphArrays, devices: tuple[str, ...], **sizes: Any) -> NetworkConfig:
+        """The configuration whose inputs are the columns of graphs like this one."""
+        return cls(
+            node_features=graph.node_features.shape[1],
+            format_features=graph.format_features.shape[1],
+            hardware_features=graph.hardware.shape[1],
+            software_features=graph.software.shape[1],
+            workload_features=graph.workload.shape[1],
+            devices=devices,
+            **sizes,
+        )
 
 
 @dataclass(frozen=True)

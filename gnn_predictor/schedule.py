@@ -34,7 +34,6 @@ class PipelineShape:
     num_chunks: int
     num_microbatches: int
 
-
     @property
     def num_hops(self) -> int:
         """Hand-overs of one microbatch between ranks: forward and backward, between all model chunks."""

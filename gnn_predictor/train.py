@@ -84,7 +84,7 @@ def run_training(settings: Settings) -> Path:
     examples = load_examples(
         open_corpus(settings.corpus), settings.max_runs, settings.max_operators, blind=settings.protocols.b3
     )
-    config = network_config(examples, settings.network)
+    config = NetworkConfig.fitting(examples.runs.graphs[0], examples.devices, **settings.network)
     directory = Path(settings.work) / _identity(config, examples)
     shop = Workshop(config, examples.runs, examples.operators, directory, settings.workers)
     blind_shop = replace(shop, runs=examples.blind_runs) if examples.blind_runs else None
@@ -112,20 +112,6 @@ def run_training(settings: Settings) -> Path:
         path = _write(settings, config, examples, shop, final, metrics, held_out)
         tracker.log_checkpoint(path, {"corpus": examples.corpus_hash})
     return path
-
-
-def network_config(examples: Examples, chosen: Mapping[str, Any]) -> NetworkConfig:
-    """The configured sizes and what the examples decide: column counts and the devices with a learned vector."""
-    graph = examples.runs.graphs[0]
-    return NetworkConfig(
-        node_features=graph.node_features.shape[1],
-        format_features=graph.format_features.shape[1],
-        hardware_features=graph.hardware.shape[1],
-        software_features=graph.software.shape[1],
-        workload_features=graph.workload.shape[1],
-        devices=examples.devices,
-        **chosen,
-    )
 
 
 def _identity(config: NetworkConfig, examples: Examples) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +47,8 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = small_job().resolved()
     graph = featurize(job, build_graph(job), rank_layout(job))
     torch.manual_seed(0)
-    settings: dict[str, Any] = {
-        "node_features": graph.node_features.shape[1],
-        "format_features": graph.format_features.shape[1],
-        "hardware_features": graph.hardware.shape[1],
-        "software_features": graph.software.shape[1],
-        "workload_features": graph.workload.shape[1],
-        "devices": [graph.device_name],
-        "hidden": 16,
-        "context": 12,
-    }
-    network = Ensemble([Predictor(NetworkConfig(**{**settings, "devices": tuple(settings["devices"])}))])
-    config = CheckpointConfig(corpus_hash="none", name="untrained", network=settings, domain=domain_of([job]))
+    settings = NetworkConfig.fitting(graph, (graph.device_name,), hidden=16, context=12)
+    network = Ensemble([Predictor(settings)])
+    config = CheckpointConfig(corpus_hash="none", name="untrained", network=asdict(settings), domain=domain_of([job]))
     path = tmp_path_factory.mktemp("checkpoints") / "untrained"
     return save_checkpoint(path, Checkpoint(config, dict(network.state_dict())), "")

@@ -73,17 +73,7 @@ def operators(job_of: JobOf, runs: RunExamples) -> OperatorExamples:
 
 @pytest.fixture(scope="module")
 def config(runs: RunExamples) -> NetworkConfig:
-    graph = runs.graphs[0]
-    return NetworkConfig(
-        node_features=graph.node_features.shape[1],
-        format_features=graph.format_features.shape[1],
-        hardware_features=graph.hardware.shape[1],
-        software_features=graph.software.shape[1],
-        workload_features=graph.workload.shape[1],
-        devices=(graph.device_name,),
-        hidden=16,
-        context=12,
-    )
+    return NetworkConfig.fitting(runs.graphs[0], (runs.graphs[0].device_name,), hidden=16, context=12)
 
 
 def weights(network: Predictor) -> torch.Tensor:

@@ -38,17 +38,7 @@ def graphs(job_of: JobOf) -> list[GraphArrays]:
 
 def network(graph: GraphArrays, seed: int = 0, **settings: Any) -> Predictor:
     torch.manual_seed(seed)
-    config = NetworkConfig(
-        node_features=graph.node_features.shape[1],
-        format_features=graph.format_features.shape[1],
-        hardware_features=graph.hardware.shape[1],
-        software_features=graph.software.shape[1],
-        workload_features=graph.workload.shape[1],
-        devices=(graph.device_name,),
-        hidden=16,
-        context=12,
-        **settings,
-    )
+    config = NetworkConfig.fitting(graph, (graph.device_name,), hidden=16, context=12, **settings)
     return Predictor(config).eval()
 
 
