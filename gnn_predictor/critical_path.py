@@ -7,14 +7,15 @@ All times in seconds. The critical path runs stage s's forward ``path.forward_co
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dataset_builder.tracing.graph import COLLECTIVES, TrainingGraph
+from dataset_builder.job.hardware import DeviceSpec
+from dataset_builder.tracing.graph import COLLECTIVES, OpNode, TrainingGraph
 from gnn_predictor.batch import GraphBatch, pipeline_shape
 from gnn_predictor.features import AXES, NUM_SLOTS, SLOTS, GraphArrays
 from gnn_predictor.network import NodeTimes, StageTable
@@ -25,15 +26,24 @@ _SLOT = {name: index for index, name in enumerate(SLOTS)}
 _FORWARD = [_SLOT[name] for name in ("forward", "comm_forward")]
 _BACKWARD = [_SLOT[name] for name in ("backward", "recompute", "comm_backward")]
 _STEP = [_SLOT[name] for name in ("optimizer", "comm_iteration")]
+GEMM_KINDS = ("gemm", "grouped_gemm")
+# What the next kernel waits at least after a launch; a kernel whose roofline is shorter gains nothing from a format.
+_LAUNCH_S = 5e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Where the critical path's seconds go. ``host`` is time in which the device waits for the host."""
+    """Where the critical path's seconds go. ``host`` is time in which the device waits for the host.
+
+    ``by_bound`` splits every kind of kernel by what its roofline is made of: ``compute``, ``memory`` or ``launch``.
+    """
 
     by_kind: Mapping[str, float]
     by_dtype: Mapping[str, float]
+    by_bound: Mapping[str, Mapping[str, float]]
+    gemm_by_dtype: Mapping[str, float]
     exposed_communication: Mapping[str, float]
+    exposed_communication_by_dtype: Mapping[str, float]
     overlapped_communication: Mapping[str, float]
 
 
@@ -75,25 +85,55 @@ class JobTimes:
         )
 
 
-def breakdown(graph: TrainingGraph, arrays: GraphArrays, times: JobTimes) -> Breakdown:
+def breakdown(graph: TrainingGraph, arrays: GraphArrays, times: JobTimes, device: DeviceSpec) -> Breakdown:
     """Sums node times along the critical path."""
     weight = arrays.entry_weight.astype(np.float64) * _executions(arrays, times)[arrays.entry_cell]
     per_node = np.bincount(arrays.entry_node, weights=weight, minlength=len(graph.nodes))
     exposed = per_node * times.exposed_s
     hidden = per_node * times.seconds - exposed
-    by_kind: dict[str, float] = defaultdict(float)
-    by_dtype: dict[str, float] = defaultdict(float)
+    kernels: dict[tuple[str, str, str], float] = defaultdict(float)  # by kind, input format and bound
+    messages: dict[str, float] = defaultdict(float)  # by format
     exposed_axis, hidden_axis = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0)
     for node, seconds, hidden_s in zip(graph.nodes, exposed.tolist(), hidden.tolist(), strict=True):
         if node.kind in COLLECTIVES:
             axis = node.axis or "data"
             exposed_axis[axis] += seconds
             hidden_axis[axis] += hidden_s
+            messages[node.input_dtype] += seconds
         elif seconds:
-            by_kind[node.kind] += seconds
-            by_dtype[node.input_dtype] += seconds
-    by_kind["host"] = by_dtype["host"] = _host_s(times)
-    return Breakdown(_largest_first(by_kind), _largest_first(by_dtype), exposed_axis, hidden_axis)
+            kernels[node.kind, node.input_dtype, _bound(node, device)] += seconds
+    host = {"host": _host_s(times)}
+    by_bound: dict[str, dict[str, float]] = {}
+    for (kind, _, bound), seconds in kernels.items():
+        bounds = by_bound.setdefault(kind, dict.fromkeys(("compute", "memory", "launch"), 0.0))
+        bounds[bound] += seconds
+    return Breakdown(
+        by_kind=_largest_first(_summed((kind, seconds) for (kind, _, _), seconds in kernels.items()) | host),
+        by_dtype=_largest_first(_summed((dtype, seconds) for (_, dtype, _), seconds in kernels.items()) | host),
+        by_bound=by_bound,
+        gemm_by_dtype=_largest_first(
+            _summed((dtype, seconds) for (kind, dtype, _), seconds in kernels.items() if kind in GEMM_KINDS)
+        ),
+        exposed_communication=exposed_axis,
+        exposed_communication_by_dtype=_largest_first(messages),
+        overlapped_communication=hidden_axis,
+    )
+
+
+def _bound(node: OpNode, device: DeviceSpec) -> str:
+    """What a kernel's shortest time is made of on this device."""
+    compute_s = node.flops / device.peak(node.input_dtype)
+    memory_s = (node.bytes_read + node.bytes_written) / device.hbm_bytes_per_s
+    if max(compute_s, memory_s) < node.launches * _LAUNCH_S:
+        return "launch"
+    return "compute" if compute_s >= memory_s else "memory"
+
+
+def _summed(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
+    sums: dict[str, float] = defaultdict(float)
+    for name, seconds in parts:
+        sums[name] += seconds
+    return dict(sums)
 
 
 def _executions(arrays: GraphArrays, times: JobTimes) -> Floats:

@@ -11,16 +11,17 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gnn_predictor import __version__
 
 if TYPE_CHECKING:
     from dataset_builder.job.schema import TrainingJob
+    from gnn_predictor.compare import Comparison
     from gnn_predictor.prediction import Prediction
 
-OK, USAGE = 0, 2
+OK, USAGE, CANNOT_RUN = 0, 2, 4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,8 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from dataset_builder.job.errors import JobError
 
     try:
-        jobs = [_read_job(source, options.set) for source in options.jobs]
-        predictions = _predict(jobs, options)
+        answers = _compare(options) if options.compare else _predict(options)
     except JobError as error:
         _print_error(str(error))
         return error.exit_code
@@ -44,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _print_error(str(error))
         return int(exit_code)
-    _write(predictions, options.format)
-    return OK
+    _write(answers, options.format)
+    return CANNOT_RUN if any(_has_nothing_that_runs(answer) for answer in answers) else OK
 
 
 class _BadUsage(Exception):
@@ -64,20 +64,29 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--set", metavar="KEY.PATH=VALUE", action="append", default=[], help="overrides a value of the job file"
     )
+    parser.add_argument(
+        "--compare", metavar="KEY.PATH=V1,V2", action="extend", nargs="+", default=[],
+        help="predicts every combination of these values; speed-ups are over the first",
+    )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="predict even a job that cannot run")
     parser.add_argument("--version", action="version", version=f"gnn-predictor {__version__}")
     return parser
 
 
-def _read_job(source: str, settings: Sequence[str]) -> TrainingJob:
-    from dataset_builder.job.errors import JobError
+def _read_job(source: str, overrides: Mapping[str, Any]) -> TrainingJob:
     from dataset_builder.job.schema import TrainingJob
 
-    overrides = _overrides(settings)
-    try:
+    with _readable(source):
         return TrainingJob.from_yaml(source, overrides)
-    except JobError:
-        raise
+
+
+@contextlib.contextmanager
+def _readable(source: str) -> Iterator[None]:
+    """Says which file cannot be read."""
+    from dataset_builder.job.errors import JobError
+
+    try:
+        yield
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise JobError([reason], source=source) from None
@@ -94,10 +103,37 @@ def _overrides(settings: Sequence[str]) -> dict[str, Any]:
     return overrides
 
 
-def _predict(jobs: Sequence[TrainingJob], options: argparse.Namespace) -> list[Prediction]:
+def _compare(options: argparse.Namespace) -> list[Comparison]:
+    """Checks every variant of every job without torch, then loads it and predicts."""
+    from gnn_predictor.compare import compare, read_choices, read_variants
+
+    overrides = _overrides(options.set)
+    try:
+        choices = read_choices(options.compare)
+    except ValueError as error:
+        raise _BadUsage(str(error)) from None
+    jobs = []
+    for source in options.jobs:
+        with _readable(source):
+            jobs.append(read_variants(source, overrides, choices))
+    import torch
+
+    torch.set_num_threads(1)
+    return [compare(variants, options.checkpoint, options.force) for variants in jobs]
+
+
+def _has_nothing_that_runs(answer: Prediction | Comparison) -> bool:
+    from gnn_predictor.compare import Comparison
+
+    return isinstance(answer, Comparison) and answer.reference is None
+
+
+def _predict(options: argparse.Namespace) -> list[Prediction]:
     """Checks what can be checked without torch, then loads it and predicts."""
     from dataset_builder.tracing.layout import rank_layout, unsupported_formats
 
+    overrides = _overrides(options.set)
+    jobs = [_read_job(source, overrides) for source in options.jobs]
     for source, job in zip(options.jobs, jobs, strict=True):
         with _named(source):
             resolved = job.resolved()
@@ -130,17 +166,21 @@ def _named(source: str) -> Any:
         raise type(error)(error.reasons, source="standard input" if source == "-" else source) from None
 
 
-def _write(predictions: Sequence[Prediction], form: str) -> None:
+def _write(answers: Sequence[Prediction | Comparison], form: str) -> None:
     try:
         if form == "json":
-            values = [prediction.to_dict() for prediction in predictions]
+            values = [answer.to_dict() for answer in answers]
             json.dump(values[0] if len(values) == 1 else values, sys.stdout, indent=1, allow_nan=False)
             sys.stdout.write("\n")
         else:
-            from gnn_predictor.report.table import print_table
+            from gnn_predictor.compare import Comparison
+            from gnn_predictor.report.table import print_comparison, print_table
 
-            for prediction in predictions:
-                print_table(prediction, sys.stdout)
+            for answer in answers:
+                if isinstance(answer, Comparison):
+                    print_comparison(answer, sys.stdout)
+                else:
+                    print_table(answer, sys.stdout)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

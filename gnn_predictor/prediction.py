@@ -130,7 +130,12 @@ class Prediction:
     @property
     def mfu(self) -> float:
         """Share of the device's dense peak in the format of the linear layers' GEMMs (0 to 1)."""
-        return self.model_flops_per_s_per_gpu / _gemm_peak(self.job.cluster.gpu, self.job.precision)
+        return self.model_flops_per_s_per_gpu / self.gemm_peak_flops_per_s
+
+    @property
+    def gemm_peak_flops_per_s(self) -> float:
+        """The device's dense peak in the format of the linear layers' GEMMs."""
+        return _gemm_peak(self.job.cluster.gpu, self.job.precision)
 
     @property
     def total(self) -> Total | None:
@@ -203,12 +208,32 @@ def predict(
     format or the memory; CheckpointError (exit code 3) when the checkpoint cannot be used.
     """
     jobs = [job] if isinstance(job, TrainingJob) else list(job)
-    traced = [_trace(each, force) for each in jobs]
+    predictions = _predict_traced([_trace(each, force) for each in jobs], checkpoint)
+    return predictions[0] if isinstance(job, TrainingJob) else predictions
+
+
+def predict_each(
+    jobs: Sequence[TrainingJob], checkpoint: str | PathLike[str] | Checkpoint | None = None, force: bool = False
+) -> list[Prediction | CannotRunError]:
+    """As :func:`predict` of several jobs, with the reason in place of each job that cannot run."""
+    traced: list[_TracedJob | CannotRunError] = []
+    for job in jobs:
+        try:
+            traced.append(_trace(job, force))
+        except CannotRunError as error:
+            traced.append(error)
+    predictions = iter(_predict_traced([each for each in traced if isinstance(each, _TracedJob)], checkpoint))
+    return [next(predictions) if isinstance(each, _TracedJob) else each for each in traced]
+
+
+def _predict_traced(
+    traced: Sequence[_TracedJob], checkpoint: str | PathLike[str] | Checkpoint | None
+) -> list[Prediction]:
     loaded = checkpoint if isinstance(checkpoint, Checkpoint) else load_checkpoint(checkpoint)
     predictions: list[Prediction] = []
     for start in range(0, len(traced), _JOBS_AT_ONCE):
         predictions += _predict_batch(traced[start : start + _JOBS_AT_ONCE], loaded)
-    return predictions[0] if isinstance(job, TrainingJob) else predictions
+    return predictions
 
 
 @dataclass(frozen=True)
@@ -235,8 +260,21 @@ def _trace(job: TrainingJob, force: bool) -> _TracedJob:
     formats, shortages = unsupported_formats(job), _memory_shortages(memory, job)
     if (formats or shortages) and not force:
         raise CannotRunError([*formats, *shortages, "--force predicts anyway"], source=job.name or "job")
-    warnings = (*formats, *shortages, *_approximations(job), *job.assumed)
+    warnings = (*formats, *shortages, *_hints(job), *_approximations(job), *job.assumed)
     return _TracedJob(job, layout, graph, memory, featurize(job, graph, layout), warnings)
+
+
+def _hints(job: TrainingJob) -> list[str]:
+    """fp32 is never taken as TF32, which is what many frameworks' "fp32" runs as; so say what it leaves unused."""
+    gpu, policy = job.cluster.gpu, job.precision
+    ratio = gpu.peak("tf32") / gpu.peak("fp32")
+    if policy.compute != "fp32" or policy.linear != "same" or not gpu.supports("tf32") or ratio <= 1:
+        return []
+    where = "outside the tensor cores of" if gpu.vendor == "nvidia" else "at the full-precision rate of"
+    return [
+        f"precision: the fp32 GEMMs run {where} {gpu.name}, at {gpu.peak('fp32') / 1e12:g} TFLOP/s at best; "
+        f"tf32 would be {ratio:.3g}x faster at peak"
+    ]
 
 
 def _approximations(job: TrainingJob) -> list[str]:
@@ -300,7 +338,7 @@ def _predict_batch(traced: Sequence[_TracedJob], checkpoint: Checkpoint) -> list
 
 
 def _prediction(traced: _TracedJob, times: JobTimes, checkpoint: Checkpoint) -> Prediction:
-    parts = breakdown(traced.graph, traced.arrays, times)
+    parts = breakdown(traced.graph, traced.arrays, times, traced.job.cluster.gpu)
     iteration_s = sum(parts.by_kind.values()) + sum(parts.exposed_communication.values())
     outside_reasons = outside(traced.job, checkpoint.config.domain)
     low, high = _bounds(iteration_s, times.spread, checkpoint.config.interval, not outside_reasons)

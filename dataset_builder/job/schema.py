@@ -180,11 +180,7 @@ class TrainingJob(Frozen):
         ``overrides`` maps key paths to values, as ``--set`` does; a text value is read as YAML, as in the file.
         """
         data, name, folder = read_document(source)
-        if overrides and isinstance(data, dict):
-            for path, value in overrides.items():
-                read = parse_document(value.encode(), f"--set {path}") if isinstance(value, str) else value
-                data = _with_value(data, path.split("."), read)
-        return cls.parse(data, source=name, folder=folder)
+        return cls.parse(overridden(data, overrides or {}), source=name, folder=folder)
 
     @classmethod
     def parse(cls, data: Any, source: str = "job", folder: Path | None = None) -> TrainingJob:
@@ -343,6 +339,16 @@ def _framework_family(framework: str | None) -> str:
         "fsdp": ("llm-foundry", "torchtitan", "fsdp"),
     }
     return next((family for family, marks in families.items() if any(mark in name for mark in marks)), "other")
+
+
+def overridden(data: Any, overrides: Mapping[str, Any]) -> Any:
+    """A job's plain values with key paths set, in order; a text value is read as YAML, as in the file."""
+    if not isinstance(data, dict):
+        return data  # reported by validation
+    for path, value in overrides.items():
+        read = parse_document(value.encode(), f"--set {path}") if isinstance(value, str) else value
+        data = _with_value(data, path.split("."), read)
+    return data
 
 
 def _with_value(data: dict[str, Any], path: list[str], value: Any) -> dict[str, Any]:

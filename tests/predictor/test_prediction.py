@@ -37,6 +37,11 @@ def test_json_follows_the_schema_and_its_parts_add_up(name: str, job_of: Any, un
     parts = [*breakdown["by_kind"].values(), *breakdown["exposed_communication"].values()]
     assert math.fsum(parts) == pytest.approx(iteration_s)
     assert math.fsum(breakdown["by_dtype"].values()) == pytest.approx(math.fsum(breakdown["by_kind"].values()))
+    messages = breakdown["exposed_communication_by_dtype"].values()
+    assert math.fsum(messages) == pytest.approx(math.fsum(breakdown["exposed_communication"].values()))
+    for kind, bounds in breakdown["by_bound"].items():
+        assert math.fsum(bounds.values()) == pytest.approx(breakdown["by_kind"][kind])
+    assert math.fsum(breakdown["gemm_by_dtype"].values()) == pytest.approx(breakdown["by_kind"]["gemm"])
     for stage in value["stages"]:
         per_microbatch = stage["forward_s"] + stage["backward_s"] + stage["recompute_s"]
         rest = stage["communication_exposed_s"] + stage["optimizer_s"] + stage["overhead_s"]
@@ -122,6 +127,19 @@ def test_what_is_outside_the_training_data_is_said_and_widens_the_interval(job_o
 
 def test_assumed_defaults_are_said(job_of: Any, untrained: Path) -> None:
     assert any("assumed (not given)" in warning for warning in predict(job_of(), checkpoint=untrained).warnings)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "ratio"),
+    [("A100-SXM4-80GB", "fp32", "8x"), ("A100-SXM4-80GB", "tf32", None), ("V100-SXM2-32GB", "fp32", None)],
+)
+def test_fp32_beside_idle_tensor_cores_hints_at_tf32(
+    gpu: str, precision: str, ratio: str | None, job_of: Any, untrained: Path
+) -> None:
+    prediction = predict(job_of(cluster={"gpu": gpu}, precision=precision), checkpoint=untrained)
+    hints = [line for line in prediction.to_dict()["warnings"] if "tf32 would be" in line]
+    assert len(hints) == (ratio is not None)
+    assert all(f"outside the tensor cores of {gpu}" in line and f"{ratio} faster at peak" in line for line in hints)
 
 
 @pytest.mark.parametrize("schedule", ["zero_bubble", "dualpipe"])
