@@ -306,7 +306,8 @@ def _other_settings(variant: Variant) -> dict[str, Any]:
 
 
 def _with(settings: Mapping[str, Any]) -> str:
-    return "".join(f", {key}={value_text(value)}" for key, value in settings.items())
+    named = ", ".join(f"{key}={value_text(value)}" for key, value in settings.items())
+    return f" with {named}" if named else ""
 
 
 def _sum(values: Iterable[float]) -> float:

@@ -174,7 +174,8 @@ def _write(answers: Sequence[Prediction | Comparison], form: str) -> None:
             sys.stdout.write("\n")
         else:
             from gnn_predictor.compare import Comparison
-            from gnn_predictor.report.table import print_comparison, print_table
+            from gnn_predictor.report.comparison_table import print_comparison
+            from gnn_predictor.report.table import print_table
 
             for answer in answers:
                 if isinstance(answer, Comparison):

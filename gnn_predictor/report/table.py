@@ -1,8 +1,7 @@
-"""A prediction, or several side by side, as text for people: headline, where the time goes, what was assumed."""
+"""A prediction as text for people: headline, stages, where the time goes, what was assumed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TextIO
 
 from rich import box
@@ -12,17 +11,15 @@ from rich.text import Text
 
 from dataset_builder.job.model import num_parameters
 from dataset_builder.job.precision import PrecisionPolicy
-from gnn_predictor.compare import LEAST_SHARE_OF_PEAK_GAIN, Comparison, Variant, parts, peak_memory_bytes, value_text
 from gnn_predictor.prediction import MFU_CONVENTION, Prediction
 
-# Wide enough for each table when there is no terminal whose width could be asked for.
-_PLAIN_WIDTH, _PLAIN_COMPARISON_WIDTH = 120, 180
-_MOST_NAMES = 4  # of variants before a line that is about them
+# Wide enough for the stage table when there is no terminal whose width could be asked for.
+_PLAIN_WIDTH = 120
 
 
 def print_table(prediction: Prediction, stream: TextIO) -> None:
     """Writes the prediction to ``stream``, in colour if that is a terminal."""
-    console = Console(file=stream, width=None if stream.isatty() else _PLAIN_WIDTH, highlight=False, soft_wrap=False)
+    console = ReportConsole(stream, _PLAIN_WIDTH)
     for line in _headline(prediction):
         console.print(line)
     console.print(_stage_table(prediction))
@@ -33,70 +30,15 @@ def print_table(prediction: Prediction, stream: TextIO) -> None:
     console.print(Text(f"checkpoint {provenance['checkpoint']}, corpus {provenance['corpus']}", style="dim"))
 
 
-def print_comparison(comparison: Comparison, stream: TextIO) -> None:
-    """Writes one row per variant to ``stream``, then why a narrower format does not pay and what to know of each."""
-    width = None if stream.isatty() else _PLAIN_COMPARISON_WIDTH
-    console = Console(file=stream, width=width, highlight=False, soft_wrap=False)
-    job = comparison.variants[0].job
-    console.print(Text(f"{job.name or job.model.name or 'job'}: {len(comparison.variants)} variants", "bold"))
-    console.print(_comparison_table(comparison))
-    for explanation in comparison.explanations:
-        console.print(Text(explanation.text))
-    if comparison.explanations:
-        share = f"{LEAST_SHARE_OF_PEAK_GAIN:.0%}"
-        console.print(Text(f"explained: speed-ups below {share} of the gain that the GEMM peak suggests", style="dim"))
-    for line in _comparison_warnings(comparison):
-        console.print(Text(f"! {line}", style="yellow"))
+class ReportConsole(Console):
+    """Writes reports to a stream; rich's own console ends the process when the reader goes away."""
 
+    def __init__(self, stream: TextIO, plain_width: int) -> None:
+        width = None if stream.isatty() else plain_width
+        super().__init__(file=stream, width=width, highlight=False, soft_wrap=False)
 
-def _comparison_table(comparison: Comparison) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for key in comparison.variants[0].settings:
-        table.add_column(key)
-    for name in ("time", "interval", "speed-up", "tokens/s", "memory", "MFU", "GEMM", "attention", "cast, quantise"):
-        table.add_column(name, justify="right")
-    for name in ("communication", "optimizer", "other", "host"):
-        table.add_column(name, justify="right")
-    for variant in comparison.variants:
-        values = map(value_text, variant.settings.values())
-        prediction = variant.prediction
-        table.add_row(*values, *(_comparison_cells(comparison, prediction) if prediction else ["cannot run"]))
-    table.caption = "communication: exposed, by format; memory: of the fullest stage"
-    table.caption_justify = "left"
-    return table
-
-
-def _comparison_cells(comparison: Comparison, prediction: Prediction) -> list[str]:
-    seconds = {part: seconds_text(value) for part, value in parts(prediction.breakdown).items()}
-    messages = prediction.breakdown.exposed_communication_by_dtype.items()
-    by_format = "\n".join(f"{dtype} {seconds_text(value)}" for dtype, value in messages if value > 0)
-    low, high = prediction.iteration_time_low_s, prediction.iteration_time_high_s
-    return [
-        seconds_text(prediction.iteration_time_s), f"{seconds_text(low)} - {seconds_text(high)}",
-        f"{comparison.speedup(prediction):.2f}x", f"{prediction.tokens_per_s:,.0f}",
-        f"{peak_memory_bytes(prediction) / 1e9:.1f} GB" + ("" if prediction.fits_memory else " !"),
-        f"{prediction.mfu:.1%}", seconds["gemm"], seconds["attention"], seconds["cast_and_quantize"],
-        by_format or "0", seconds["optimizer"], seconds["other"], seconds["host"],
-    ]  # fmt: skip
-
-
-def _comparison_warnings(comparison: Comparison) -> Iterator[str]:
-    """Each line once, after the variants that it is about; what holds for all that run comes last, without a name."""
-    running = [variant.prediction.warnings for variant in comparison.variants if variant.prediction]
-    common = [line for line in running[0] if all(line in lines for lines in running)] if len(running) > 1 else []
-    about: dict[str, list[str]] = {}
-    for variant in comparison.variants:
-        for line in variant.prediction.warnings if variant.prediction else [variant.reason]:
-            if line not in common:
-                about.setdefault(line, []).append(_settings_text(variant))
-    for line, names in about.items():
-        more = f"; and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-        yield f"{'; '.join(names[:_MOST_NAMES])}{more}: {line}"
-    yield from common
-
-
-def _settings_text(variant: Variant) -> str:
-    return ", ".join(f"{key}={value_text(value)}" for key, value in variant.settings.items())
+    def on_broken_pipe(self) -> None:
+        raise  # the BrokenPipeError that rich is handling
 
 
 def seconds_text(seconds: float) -> str:

@@ -115,6 +115,14 @@ def test_a_mistake_is_named(
     assert len(set(printed.err.splitlines())) == len(printed.err.splitlines())
 
 
+def test_a_reader_that_has_seen_enough_is_no_error(job: Path, untrained: Path) -> None:
+    command = [sys.executable, "-m", "gnn_predictor.infer", str(job), "--checkpoint", str(untrained)]
+    with subprocess.Popen([*command, "--compare", "precision=fp32,tf32"], cwd=_ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(timeout=120) == 0
+
+
 def test_when_no_variant_runs_the_reasons_are_answered_with_their_exit_code(job: Path, untrained: Path) -> None:
     arguments = ["--checkpoint", str(untrained), "--compare", "precision=nvfp4,mxfp8", "--format", "json"]
     done = _infer(str(job), *arguments)
