@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from dataset_builder.job.precision import BYTES_PER_ELEMENT
 
 if TYPE_CHECKING:
-    from dataset_builder.job.precision import PrecisionPolicy
     from dataset_builder.job.schema import TrainingJob
     from dataset_builder.tracing.graph import StageFacts
     from dataset_builder.tracing.layout import RankLayout
@@ -93,7 +92,7 @@ def _stage_memory(stage: StageFacts, head_bytes: float, job: TrainingJob, layout
         WORKSPACE_BYTES
         + stage.logits_bytes
         + _gathered_bytes(stage, job, layout.shard_size)
-        + _fp8_copy_bytes(stage, job.precision)
+        + _fp8_copy_bytes(stage, job)
     )
     return StageMemory(params, grads, optimizer, activations, buffers)
 
@@ -159,12 +158,20 @@ def _gathered_bytes(stage: StageFacts, job: TrainingJob, shard_size: int) -> flo
     return (gathered + reduce * stage.num_trained_parameters) / layers
 
 
-def _fp8_copy_bytes(stage: StageFacts, policy: PrecisionPolicy) -> float:
-    """The quantised weight and its transpose, kept for the microbatches of one iteration."""
-    if policy.linear == "same":
+def _fp8_copy_bytes(stage: StageFacts, job: TrainingJob) -> float:
+    """The quantised weight and its transpose.
+
+    Beside 16-bit weights they are kept for all microbatches of an iteration (Transformer Engine's weight cache). Fp32
+    weights under autocast are quantised anew for every use, and gathered shards are dropped after it: there only the
+    layers at work hold copies.
+    """
+    policy = job.precision
+    if policy.linear == "same" or not stage.layers:
         return 0.0
     per_element = BYTES_PER_ELEMENT.get(policy.linear, BYTES_PER_ELEMENT["fp8_e4m3"])
-    return 2.0 * per_element * stage.num_parameters if stage.layers else 0.0
+    is_kept = policy.params != "fp32" and job.parallel.sharding not in ("zero3", "hsdp")
+    share = 1.0 if is_kept else min(1.0, GATHERED_LAYERS / len(stage.layers))
+    return 2.0 * per_element * stage.num_parameters * share
 
 
 def _bytes(name: str | None) -> float:

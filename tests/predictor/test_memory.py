@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,13 @@ from hypothesis import strategies as st
 
 from dataset_builder.job.parallel import ParallelPlan
 from dataset_builder.job.precision import PrecisionPolicy, resolve_precision
-from dataset_builder.job.schema import OptimizerSpec
+from dataset_builder.job.schema import OptimizerSpec, TrainingJob
 from dataset_builder.tracing.graph import StageFacts
-from gnn_predictor.memory import microbatches_in_flight, model_states, peak_memory
+from dataset_builder.tracing.layout import rank_layout
+from dataset_builder.tracing.trace import build_graph
+from gnn_predictor.memory import StageMemory, microbatches_in_flight, model_states, peak_memory
+
+JobOf = Callable[..., TrainingJob]
 
 
 def _job(sharding: str = "none", precision: str = "fp16_mixed", optimizer: str = "adam", **plan: Any) -> Any:
@@ -118,3 +123,29 @@ def test_frozen_parameters_are_weights_only() -> None:
     stage = _stage(0, 2, 0.0, num_parameters=1_000, num_trained_parameters=10)
     (memory,) = peak_memory([stage], _job(precision="bf16_mixed"), _layout(1))
     assert (memory.params, memory.grads, memory.optimizer) == (2_000, 40, 120)
+
+
+def test_c42_fp8_keeps_the_weights_and_adds_copies_of_them(job_of: JobOf) -> None:
+    """NVIDIA/TransformerEngine#1429: beside 16-bit weights stand an fp8 copy and its transpose, 2 bytes a parameter."""
+    megatron = {"framework": "megatron-lm"}
+    wide, narrow = (
+        _single_stage(job_of(precision=name, software=megatron, parallel={"sharding": "none"}))
+        for name in ("bf16_mixed", "fp8_mixed")
+    )
+    parameters = wide.params / 2
+    assert narrow.params == wide.params
+    assert narrow.buffers - wide.buffers == pytest.approx(2 * parameters, rel=0.01)
+
+
+def test_gathered_shards_hold_quantised_copies_of_the_layers_at_work_only(job_of: JobOf) -> None:
+    wide, narrow = (
+        _single_stage(job_of(precision=name, parallel={"sharding": "zero3"})) for name in ("bf16_mixed", "fp8_mixed")
+    )
+    all_copies = 2 * 8 * wide.params / 4  # eight shards of fp32 weights
+    assert narrow.buffers - wide.buffers < 0.5 * all_copies
+
+
+def _single_stage(job: TrainingJob) -> StageMemory:
+    job = job.resolved()
+    (stage,) = peak_memory(build_graph(job).stages, job, rank_layout(job))
+    return stage
