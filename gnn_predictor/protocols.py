@@ -2,7 +2,7 @@
 
 P1 unseen jobs, P2 unseen precision, P3 unseen precision with its operators hidden too, P4 unseen GPU, P5 unseen source.
 B3 is the same network, trained and tested in the same splits on graphs that were traced as if every job computed in 16
-bits: what a predictor of one format knows.
+bits: what a predictor of one format knows (one network a split, whatever the number of members).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Protocol:
         """The fits of all splits, not yet run."""
         tasks = {split.name: split_tasks(split, shop, settings, members) for split in each}
         blind = {
-            split: [replace(task, name=f"B3-{task.name}") for task in of_split] if blind_shop else []
+            split: [replace(task, name=f"B3-{task.name}") for task in of_split[:1]] if blind_shop else []
             for split, of_split in tasks.items()
         }
         return cls(name, tuple(each), shop, tasks, blind_shop, blind)
