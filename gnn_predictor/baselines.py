@@ -4,7 +4,7 @@ B0  the per-stage formula of Kang et al. (arXiv 2604.16145): the slowest stage's
     - 1), plus tensor and data communication without overlap, at one constant efficiency of the matrix peak.
 B1  the roofline time of the whole iteration at one constant efficiency.
 B2  extra-trees on analytic features; the target is log(time / roofline).
-(B3, the network with its formats hidden, is trained by ``train``; its figures come from there.)
+B3  the network itself, trained and asked as if every job computed in 16 bits (:func:`blind_job`); ``train`` fits it.
 
 In: ``analytic_features`` of jobs, one table line a job, times in seconds. Out: predicted seconds. A baseline is fitted
 on the reference table that a checkpoint carries (``REFERENCE_FILE``: features, measured times and groups of the
@@ -24,6 +24,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dataset_builder.corpus.splits import fold_of
+from dataset_builder.job.precision import PrecisionPolicy
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.graph import COLLECTIVES, OpNode, TrainingGraph
 from dataset_builder.tracing.layout import AxisGroup, RankLayout
@@ -46,6 +47,12 @@ SECONDS = (*(f"{part}_s" for part in PARTS), "b0_compute_s", "b0_communication_s
 SMALLEST_SHARE = 1e-6  # of the roofline time; keeps the logarithm of an absent part finite
 NUM_TREES = 300
 MIN_REFERENCE_ROWS = 20
+
+
+def blind_job(job: TrainingJob) -> TrainingJob:
+    """What B3 sees of a job: the same one, computing in 16 bits."""
+    preset = "bf16_mixed" if job.cluster.gpu.supports("bf16") else "fp16_mixed"
+    return job.model_copy(update={"precision": PrecisionPolicy.model_validate(preset)}).resolved()
 
 
 def analytic_features(job: TrainingJob, graph: TrainingGraph, layout: RankLayout) -> dict[str, float | str]:

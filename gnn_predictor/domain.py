@@ -13,12 +13,17 @@ _MARGIN = 1.25
 
 
 class Domain(BaseModel):
-    """What the training runs covered: names seen, and the (lowest, highest) value of each size."""
+    """What the training runs covered: names seen, alone and together, and the (lowest, highest) value of each size.
+
+    ``pairs`` holds, by the two keys' names, every two values that one run had: each may be known and the two of them
+    together not.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     gpus: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
+    pairs: dict[str, tuple[str, ...]] = {}
     ranges: dict[str, tuple[float, float]] = {}
 
 
@@ -26,14 +31,22 @@ def domain_of(jobs: Iterable[TrainingJob]) -> Domain:
     """The smallest domain that holds all of these jobs."""
     gpus: set[str] = set()
     precisions: set[str] = set()
+    pairs: dict[str, set[str]] = {}
     ranges: dict[str, tuple[float, float]] = {}
     for job in jobs:
+        for name, together in _pairs(job).items():
+            pairs.setdefault(name, set()).add(together)
         gpus.add(job.cluster.gpu.name)
         precisions.add(job.precision.label)
         for name, value in _sizes(job).items():
             low, high = ranges.get(name, (value, value))
             ranges[name] = (min(low, value), max(high, value))
-    return Domain(gpus=tuple(sorted(gpus)), precisions=tuple(sorted(precisions)), ranges=ranges)
+    return Domain(
+        gpus=tuple(sorted(gpus)),
+        precisions=tuple(sorted(precisions)),
+        pairs={name: tuple(sorted(seen)) for name, seen in pairs.items()},
+        ranges=ranges,
+    )
 
 
 def outside(job: TrainingJob, domain: Domain) -> tuple[str, ...]:
@@ -43,11 +56,31 @@ def outside(job: TrainingJob, domain: Domain) -> tuple[str, ...]:
         reasons.append(f"cluster.gpu: no run on {job.cluster.gpu.name} was in the training data")
     if job.precision.label not in domain.precisions:
         reasons.append(f"precision: no run in {job.precision.label} was in the training data")
+    if not reasons:  # what is unknown alone is not told again in pairs
+        reasons += [
+            f"{name}: no run with {together} was in the training data"
+            for name, together in _pairs(job).items()
+            if name in domain.pairs and together not in domain.pairs[name]
+        ]
     for name, value in _sizes(job).items():
         low, high = domain.ranges.get(name, (value, value))
         if not low / _MARGIN <= value <= high * _MARGIN:
             reasons.append(f"{name}: {value:g} is outside the training data's {low:g} to {high:g}")
     return tuple(reasons)
+
+
+def _pairs(job: TrainingJob) -> Mapping[str, str]:
+    """Values that meet in a job, by their keys; without those that involve unknown software."""
+    software, gpu = job.software, job.cluster.gpu.name
+    together: dict[tuple[str, str], tuple[object, object]] = {
+        ("precision", "cluster.gpu"): (job.precision.label, gpu),
+        ("software.framework", "model.architecture"): (software.framework, job.model.architecture),
+        ("software.framework", "software.compile"): (software.framework, software.compile),
+        ("software.framework", "cluster.gpu"): (software.framework, gpu),
+    }
+    return {
+        " and ".join(keys): f"{values[0]} and {values[1]}" for keys, values in together.items() if None not in values
+    }
 
 
 def _sizes(job: TrainingJob) -> Mapping[str, float]:

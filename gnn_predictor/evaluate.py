@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from dataset_builder.tracing.trace import build_graph
 from gnn_predictor.baselines import (
     BASELINES,
     analytic_features,
+    blind_job,
     held_out_predictions,
     job_key,
     pair_group,
@@ -70,6 +72,9 @@ def evaluate(
     reference = read_reference(checkpoint.path) if checkpoint.path else None
     if baselines and reference is not None:
         table = table.join(baseline_columns(measurements, reference))
+    if baselines and checkpoint.blind is not None:
+        blind = replace(checkpoint, tensors=checkpoint.blind)
+        table[f"{BASELINE_PREFIX}b3_s"] = blind_column(measurements, _predictor(blind))
     metrics = evaluation_metrics(table)
     metrics["checkpoint"] = {"name": checkpoint.config.name, "corpus": checkpoint.config.corpus_hash}
     metrics["overlap_with_training"] = training_overlap(table, reference)
@@ -120,6 +125,12 @@ def baseline_columns(measurements: Sequence[RunMeasurement], reference: pd.DataF
         predicted = held_out_predictions(reference, pd.DataFrame.from_dict(lines, orient="index"))
         everything.loc[predicted.index, columns] = predicted.to_numpy(float)
     return everything
+
+
+def blind_column(measurements: Sequence[RunMeasurement], predict_jobs: PredictJobs) -> pd.Series[float]:
+    """B3's seconds for every measurement: NaN where there is no job."""
+    blind = [replace(run, job=blind_job(run.job.resolved())) if run.job else run for run in measurements]
+    return predictions_table(blind, predict_jobs)["predicted_iter_time_s"]
 
 
 def training_overlap(table: pd.DataFrame, reference: pd.DataFrame | None) -> dict[str, Any]:

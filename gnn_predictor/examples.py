@@ -10,11 +10,10 @@ import pandas as pd
 
 from dataset_builder.corpus.build import Corpus
 from dataset_builder.corpus.measurements import OpMeasurement, RunMeasurement
-from dataset_builder.job.precision import PrecisionPolicy
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.layout import rank_layout
 from dataset_builder.tracing.trace import build_graph
-from gnn_predictor.baselines import analytic_features, job_key, pair_group, reference_row
+from gnn_predictor.baselines import analytic_features, blind_job, job_key, pair_group, reference_row
 from gnn_predictor.dataset import OperatorExamples, RunExamples, operator_examples
 from gnn_predictor.features import GraphArrays, featurize
 
@@ -64,10 +63,8 @@ def load_examples(corpus: Corpus, max_runs: int | None, max_operators: int | Non
 
 
 def _blind(job: TrainingJob) -> GraphArrays:
-    """A job as one that computes in 16 bits, whatever it computes in."""
-    preset = "bf16_mixed" if job.cluster.gpu.supports("bf16") else "fp16_mixed"
-    sixteen = job.model_copy(update={"precision": PrecisionPolicy.model_validate(preset)}).resolved()
-    return featurize(sixteen, build_graph(sixteen), rank_layout(sixteen))
+    job = blind_job(job)
+    return featurize(job, build_graph(job), rank_layout(job))
 
 
 def run_table(measurements: Sequence[RunMeasurement]) -> pd.DataFrame:

@@ -23,6 +23,7 @@ import hydra
 import pandas as pd
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
 
 from dataset_builder.corpus.build import open_corpus
 from dataset_builder.job.errors import JobError
@@ -41,7 +42,7 @@ from gnn_predictor.domain import domain_of
 from gnn_predictor.examples import Examples, load_examples
 from gnn_predictor.features import FEATURE_HASH
 from gnn_predictor.fitting import FitSettings
-from gnn_predictor.network import NetworkConfig
+from gnn_predictor.network import Ensemble, NetworkConfig
 from gnn_predictor.protocols import NAMES, Protocol, interval_of, protocol_metrics, protocol_splits
 from gnn_predictor.tracking import Tracker
 
@@ -94,13 +95,14 @@ def run_training(settings: Settings) -> Path:
         for name in settings.protocols.names
     ]  # fmt: skip
     final = _final_tasks(settings, examples)
+    final_blind = [replace(task, name=f"B3-{task.name}") for task in final[:1]] if blind_shop else []
     with Tracker(settings.tracking, name=settings.name, config=settings.model_dump(mode="json")) as tracker:
         tracker.log_dataset(Path(settings.corpus), {"hash": examples.corpus_hash, "runs": len(examples.runs)})
         seeing = [task for protocol in protocols for tasks in protocol.tasks.values() for task in tasks]
         histories = fit_all([*seeing, *final], shop)
         if blind_shop is not None:
             blind = [task for protocol in protocols for tasks in protocol.blind.values() for task in tasks]
-            histories |= fit_all(blind, blind_shop)
+            histories |= fit_all([*blind, *final_blind], blind_shop)
         _log_histories(tracker, histories, settings.fit.epochs)
         held_out = {protocol.name: protocol.held_out() for protocol in protocols}
         metrics: dict[str, Any] = {}
@@ -109,7 +111,9 @@ def run_training(settings: Settings) -> Path:
             tracker.log_predictions(held_out[protocol.name], protocol.name)
             if protocol.name == "P1":
                 metrics["operators"] = protocol.unseen_operators()
-        path = _write(settings, config, examples, shop, final, metrics, held_out)
+        blind_weights = dict(trained(final_blind, blind_shop).state_dict()) if blind_shop and final_blind else None
+        network = trained(final, shop) if final else None
+        path = _write(settings, config, examples, network, blind_weights, metrics, held_out)
         tracker.log_checkpoint(path, {"corpus": examples.corpus_hash})
     return path
 
@@ -138,13 +142,13 @@ def _write(
     settings: Settings,
     config: NetworkConfig,
     examples: Examples,
-    shop: Workshop,
-    final: list[FitTask],
+    network: Ensemble | None,
+    blind: Mapping[str, Tensor] | None,
     metrics: Mapping[str, Any],
     held_out: Mapping[str, pd.DataFrame],
 ) -> Path:
     """A new checkpoint, or, without final networks, the one that is there with these figures added."""
-    if final:
+    if network is not None:
         description = CheckpointConfig(
             feature_hash=FEATURE_HASH,
             corpus_hash=examples.corpus_hash,
@@ -154,7 +158,7 @@ def _write(
             training={"fit": asdict(settings.fit), "members": settings.members, "runs": len(examples.runs)},
             interval=interval_of(held_out["P1"]) if "P1" in held_out else Interval(),
         )
-        checkpoint = Checkpoint(description, dict(trained(final, shop).state_dict()), metrics)
+        checkpoint = Checkpoint(description, dict(network.state_dict()), metrics, blind=blind)
     else:
         there = load_checkpoint(settings.output)
         expected = CheckpointConfig(feature_hash=FEATURE_HASH, corpus_hash="", name="", network=asdict(config))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,14 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     assert torch.equal(loaded.tensors["members.0.weight"], torch.ones(2, 3))
     assert loaded.metrics == {"P1": {"mape_percent": 7.0}}
     assert (path / "README.md").read_text() == "# card\n"
+
+
+def test_baseline_b3_travels_with_its_checkpoint(tmp_path: Path) -> None:
+    blind = {"members.0.weight": torch.zeros(2, 3)}
+    path = save_checkpoint(tmp_path / "c", replace(_checkpoint(), blind=blind), "")
+    loaded = load_checkpoint(path)
+    assert loaded.blind is not None
+    assert torch.equal(loaded.blind["members.0.weight"], blind["members.0.weight"])
 
 
 def test_an_unchanged_checkpoint_is_read_once_and_a_new_one_anew(tmp_path: Path) -> None:

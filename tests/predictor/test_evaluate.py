@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from dataset_builder.tracing.layout import rank_layout
 from dataset_builder.tracing.trace import build_graph
 from gnn_predictor import baselines
 from gnn_predictor import evaluate as command
-from gnn_predictor.checkpoint import Checkpoint, CheckpointConfig
+from gnn_predictor.checkpoint import Checkpoint, CheckpointConfig, load_checkpoint
+from gnn_predictor.prediction import predict
 
 ROW: dict[str, Any] = {
     "run_id": "r0", "source_id": "lab", "framework": "megatron-lm", "gpu": "A100-SXM4-80GB", "num_gpus": 8,
@@ -170,3 +171,16 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert captured.out == ""
     assert not (tmp_path / "predictions.csv").exists()
     assert command.main(["--help"]) == 0
+
+
+def test_b3_answers_without_the_precision(tmp_path: Path, untrained: Path) -> None:
+    checkpoint = load_checkpoint(untrained)
+    seeing = replace(checkpoint, blind=checkpoint.tensors)
+    same = {"gpu": "A100-SXM4-80GB", "num_gpus": 8, "gpus_per_node": 8}
+    runs = _csv(tmp_path / "runs.csv", {**same, "precision": "tf32"}, {**same, "precision": "bf16_mixed"})
+    metrics = command.evaluate(runs, tmp_path / "out", seeing)
+    assert metrics["baselines"]["b3"]["count"] == 2
+    blind = command.blind_column(read_runs(runs), lambda jobs: predict(list(jobs), checkpoint=checkpoint, force=True))
+    predicted = pd.read_csv(tmp_path / "out" / "predictions.csv")["predicted_iter_time_s"]
+    assert blind[0] == pytest.approx(blind[1], rel=1e-6), "the two differ in precision only"
+    assert abs(predicted[0] / predicted[1] - 1) > 0.05
