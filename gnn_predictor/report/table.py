@@ -27,7 +27,7 @@ def print_table(prediction: Prediction, stream: TextIO) -> None:
     for warning in prediction.warnings:
         console.print(Text(f"! {warning}", style="yellow"))
     provenance = prediction.provenance
-    console.print(Text(f"checkpoint {provenance['checkpoint']}, corpus {provenance['corpus']}", style="dim"))
+    console.print(Text(f"checkpoint {provenance['checkpoint']}, corpus {provenance['corpus'][:12]}", style="dim"))
 
 
 class ReportConsole(Console):
