@@ -310,7 +310,11 @@ def iteration_times(batch: GraphBatch, table: StageTable, overhead_s: Tensor) ->
 
 
 class Ensemble(nn.Module):
-    """Several networks of one configuration; node times are their geometric means, so every figure stays consistent."""
+    """Several networks of one configuration; node times are their means, so every figure stays consistent.
+
+    Arithmetic means: runs teach sums of node times, and members may divide a sum differently among its nodes. Any
+    other mean of the nodes would make the sum smaller than every member's.
+    """
 
     def __init__(self, members: Sequence[Predictor]) -> None:
         super().__init__()
@@ -329,11 +333,11 @@ class Ensemble(nn.Module):
         return ensemble.eval()
 
     def node_times(self, batch: GraphBatch) -> NodeTimes:
-        """Geometric means of the members' node times"""
+        """Means of the members' node times"""
         each = [cast(Predictor, member).node_times(batch) for member in self.members]
 
         def mean(pick: Callable[[NodeTimes], Tensor]) -> Tensor:
-            return torch.stack([pick(times).clamp(min=1e-12).log() for times in each]).mean(0).exp()
+            return torch.stack([pick(times) for times in each]).mean(0)
 
         return NodeTimes(
             seconds=mean(lambda t: t.seconds),

@@ -103,13 +103,24 @@ def test_stage_times_are_sums_of_node_times(job_of: JobOf) -> None:
     assert table.forward_s[first] > table.forward_s[middle], "the embedding is on the first stage"
 
 
-def test_an_ensemble_is_the_geometric_mean_of_its_members(graphs: list[GraphArrays]) -> None:
+def test_an_ensemble_is_the_mean_of_its_members(graphs: list[GraphArrays]) -> None:
     members = [network(graphs[0], seed) for seed in (0, 1)]
     batch = collate(graphs[:1], members[0].config.devices)
     with torch.inference_mode():
         each = [member.node_times(batch).seconds for member in members]
         both = Ensemble(members).eval().node_times(batch).seconds
-    assert torch.allclose(both, (each[0] * each[1]).sqrt(), rtol=1e-4)
+    assert torch.allclose(both, (each[0] + each[1]) / 2, rtol=1e-4)
+
+
+def test_members_that_divide_a_sum_differently_do_not_shrink_it(graphs: list[GraphArrays]) -> None:
+    members = [network(graphs[0], seed) for seed in (0, 1)]
+    batch = collate(graphs[:1], members[0].config.devices)
+    with torch.no_grad():
+        for member in members:
+            member.kernel.outputs.weight.mul_(200)  # each now has kernels it finds slow and kernels it finds fast
+        each = [float(member(batch)[0]) for member in members]
+        both = float(Ensemble(members).eval()(batch)[0])
+    assert both == pytest.approx(sum(each) / 2, rel=0.02)
 
 
 def test_an_ensemble_survives_its_state_dictionary(graphs: list[GraphArrays]) -> None:
