@@ -30,7 +30,7 @@ def _predict(jobs: Path, name: str, checkpoint: Checkpoint, **changes: Any) -> P
     [
         pytest.param("c02-gpt-7b-tp4", {}, 1.115, _WITHIN, id="C02 H100"),
         # Two stacks that no training run had, large deterministic jobs on A100 and compiled nanoGPT. Both miss the 15%:
-        # the released predictor is 22% high and 25% low. The bounds hold what is, until the predictor generalises better.
+        # the released predictor is 22% high and 25% low. The bounds hold what is, until it generalises better.
         pytest.param("c02-gpt-7b-tp4", _A100, 2.59, 0.25, id="C02 A100"),
         pytest.param("c03-gpt2-124m", {}, 0.562, 0.30, id="C03"),
         pytest.param("c02-gpt-7b-tp4", _GB200, 0.853, _WITHIN, id="C02 GB200"),
