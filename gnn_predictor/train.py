@@ -161,8 +161,8 @@ def _write(
         checkpoint = Checkpoint(description, dict(network.state_dict()), metrics, blind=blind)
     else:
         there = load_checkpoint(settings.output)
-        expected = CheckpointConfig(feature_hash=FEATURE_HASH, corpus_hash="", name="", network=asdict(config))
-        if there.config.corpus_hash != examples.corpus_hash or there.config.network != expected.network:
+        network_there = NetworkConfig(**{**there.config.network, "devices": tuple(there.config.network["devices"])})
+        if there.config.corpus_hash != examples.corpus_hash or network_there != config:
             raise CheckpointError(
                 f"checkpoint {settings.output}: its network or corpus is not this configuration's; train it again first"
             )
