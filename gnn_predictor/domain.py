@@ -75,7 +75,8 @@ def _pairs(job: TrainingJob) -> Mapping[str, str]:
     together: dict[tuple[str, str], tuple[object, object]] = {
         ("precision", "cluster.gpu"): (job.precision.label, gpu),
         ("software.framework", "model.architecture"): (software.framework, job.model.architecture),
-        ("software.framework", "software.compile"): (software.framework, software.compile),
+        # Sources say when they compile, and seldom that they do not.
+        ("software.framework", "software.compile"): (software.framework, software.compile or None),
         ("software.framework", "cluster.gpu"): (software.framework, gpu),
     }
     return {

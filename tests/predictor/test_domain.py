@@ -24,6 +24,12 @@ def test_values_known_apart_but_never_together_are_said(job_of: JobOf) -> None:
     assert reason.startswith("software.framework and software.compile: no run with pytorch and True")
 
 
+def test_not_compiling_is_what_runs_that_say_nothing_do(job_of: JobOf) -> None:
+    seen = job_of(software={"framework": "megatron-bridge"}).resolved()
+    stated = job_of(software={"framework": "megatron-bridge", "compile": False}).resolved()
+    assert outside(stated, domain_of([seen])) == ()
+
+
 def test_unknown_software_is_not_held_against_a_job(job_of: JobOf) -> None:
     seen = job_of(software={"framework": "pytorch", "compile": False}).resolved()
     assert outside(job_of().resolved(), domain_of([seen])) == ()
