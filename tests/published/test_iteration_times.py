@@ -26,38 +26,38 @@ def _predict(jobs: Path, name: str, checkpoint: Checkpoint, **changes: Any) -> P
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "measured_s", "within"),
+    ("name", "changes", "measured_s"),
     [
-        pytest.param("c02-gpt-7b-tp4", {}, 1.115, _WITHIN, id="C02 H100"),
-        # Two stacks that no training run had, large deterministic jobs on A100 and compiled nanoGPT. Both miss the 15%:
-        # the released predictor is 22% high and 25% low. The bounds hold what is, until it generalises better.
-        pytest.param("c02-gpt-7b-tp4", _A100, 2.59, 0.25, id="C02 A100"),
-        pytest.param("c03-gpt2-124m", {}, 0.562, 0.30, id="C03"),
-        pytest.param("c02-gpt-7b-tp4", _GB200, 0.853, _WITHIN, id="C02 GB200"),
-        pytest.param("gpt-22b", {}, 1.42, _WITHIN, id="GPT 22B, full recomputation"),
+        pytest.param("c02-gpt-7b-tp4", {}, 1.115, id="C02 H100"),
+        # Two stacks that no training run had, large deterministic jobs on A100 and compiled nanoGPT: the released
+        # predictor misses both. Strict: the marks must go as soon as a release holds them.
+        pytest.param(
+            "c02-gpt-7b-tp4", _A100, 2.59, id="C02 A100", marks=pytest.mark.xfail(strict=True, reason="22% high")
+        ),
+        pytest.param("c03-gpt2-124m", {}, 0.562, id="C03", marks=pytest.mark.xfail(strict=True, reason="25% low")),
+        pytest.param("c02-gpt-7b-tp4", _GB200, 0.853, id="C02 GB200"),
+        pytest.param("gpt-22b", {}, 1.42, id="GPT 22B, full recomputation"),
         pytest.param(
             "gpt-22b",
             {"parallel.sequence_parallel": True, "parallel.recompute": "selective"},
             1.10,
-            _WITHIN,
             id="GPT 22B, sequence parallel and selective recomputation",
         ),
         # docs/performance-summary-archive.md of NVIDIA-NeMo/Megatron-Bridge, containers 26.04.01, 26.02 and 25.11
-        pytest.param("c29-llama3-70b-fp8", {}, 19.69, _WITHIN, id="Llama-3 70B, 26.04.01"),
-        pytest.param("c29-llama3-70b-fp8", {"software.date": "2026-02"}, 20.21, _WITHIN, id="Llama-3 70B, 26.02"),
+        pytest.param("c29-llama3-70b-fp8", {}, 19.69, id="Llama-3 70B, 26.04.01"),
+        pytest.param("c29-llama3-70b-fp8", {"software.date": "2026-02"}, 20.21, id="Llama-3 70B, 26.02"),
         pytest.param(
             "c29-llama3-70b-fp8",
             {"batch.global_batch_size": 128, "software.date": "2025-11"},
             10.23,
-            _WITHIN,
             id="Llama-3 70B, 25.11",
         ),
     ],
 )
 def test_iteration_time(
-    name: str, changes: dict[str, Any], measured_s: float, within: float, jobs: Path, released: Checkpoint
+    name: str, changes: dict[str, Any], measured_s: float, jobs: Path, released: Checkpoint
 ) -> None:
-    assert _predict(jobs, name, released, **changes).iteration_time_s == pytest.approx(measured_s, rel=within)
+    assert _predict(jobs, name, released, **changes).iteration_time_s == pytest.approx(measured_s, rel=_WITHIN)
 
 
 @pytest.mark.parametrize(
