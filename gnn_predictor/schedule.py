@@ -50,12 +50,28 @@ class Makespan:
     hop_counts: float
 
 
+@dataclass(frozen=True, slots=True)
+class TimedEvent:
+    """One chunk of one microbatch as a rank runs it. ``fed_by``: index of the event it waits for, -1: none."""
+
+    rank: int
+    direction: int
+    chunk: int
+    microbatch: int
+    start_s: float
+    end_s: float
+    fed_by: int
+    is_fed_by_other_rank: bool
+
+
 @dataclass(frozen=True)
 class _Events:
     """Events in an order in which every predecessor comes first; -1 stands for no predecessor."""
 
     rank: tuple[int, ...]
     direction: tuple[int, ...]
+    chunk: tuple[int, ...]
+    microbatch: tuple[int, ...]
     previous_on_rank: tuple[int, ...]
     feeding: tuple[int, ...]
     feeding_is_remote: tuple[bool, ...]
@@ -73,8 +89,7 @@ def pipeline_makespan(
     and fewer microbatches than ranks run as without interleaving.
     """
     p, m = shape.num_ranks, shape.num_microbatches
-    if shape.num_chunks > 1 and m < p:
-        shape = PipelineShape("1f1b", p, 1, m)
+    shape = _as_run(shape)
     stride = p if shape.num_chunks > 1 else 1
     window = _WINDOW_ROUNDS * p
     steady = _STEADY_ROUNDS * p
@@ -97,15 +112,46 @@ def pipeline_makespan(
     )
 
 
+def timed_events(
+    shape: PipelineShape, forward_s: Sequence[float], backward_s: Sequence[float], hop_s: float
+) -> tuple[TimedEvent, ...]:
+    """When every event of the step runs; arguments as in :func:`pipeline_makespan`, but nothing is extrapolated.
+
+    The last end is the makespan of a step that is not extrapolated. Interleaving needs multiples of ``num_ranks``
+    microbatches (or fewer than ranks).
+    """
+    shape = _as_run(shape)
+    events = _events(shape)
+    start, end, _ = _run(shape, forward_s, backward_s, hop_s)
+    columns = (events.rank, events.direction, events.chunk, events.microbatch, start, end, events.feeding,
+               events.feeding_is_remote)  # fmt: skip
+    return tuple(TimedEvent(*row) for row in zip(*columns, strict=True))
+
+
+def _as_run(shape: PipelineShape) -> PipelineShape:
+    """Fewer microbatches than ranks run without interleaving."""
+    if shape.num_chunks > 1 and shape.num_microbatches < shape.num_ranks:
+        return PipelineShape("1f1b", shape.num_ranks, 1, shape.num_microbatches)
+    return shape
+
+
 def _longest_path(
     shape: PipelineShape, forward_s: Sequence[float], backward_s: Sequence[float], hop_s: float
 ) -> Makespan:
+    _, end, came_from = _run(shape, forward_s, backward_s, hop_s)
+    return _trace_back(shape, _events(shape), end, came_from)
+
+
+def _run(
+    shape: PipelineShape, forward_s: Sequence[float], backward_s: Sequence[float], hop_s: float
+) -> tuple[list[float], list[float], list[int]]:
+    """Start, end and the predecessor that decided the start (-1: none) of every event."""
     events = _events(shape)
     chunk_s = (
         [seconds / shape.num_chunks for seconds in forward_s],
         [seconds / shape.num_chunks for seconds in backward_s],
     )
-    end = [0.0] * len(events.rank)
+    begin, end = [0.0] * len(events.rank), [0.0] * len(events.rank)
     came_from = [-1] * len(end)
     for i, (rank, direction, previous, feeding, remote) in enumerate(
         zip(
@@ -122,9 +168,9 @@ def _longest_path(
             ready = end[feeding] + (hop_s if remote else 0.0)
             if ready > start:
                 start, source = ready, feeding
-        end[i] = start + chunk_s[direction][rank]
+        begin[i], end[i] = start, start + chunk_s[direction][rank]
         came_from[i] = source
-    return _trace_back(shape, events, end, came_from)
+    return begin, end, came_from
 
 
 def _trace_back(shape: PipelineShape, events: _Events, end: list[float], came_from: list[int]) -> Makespan:
@@ -147,6 +193,8 @@ def _events(shape: PipelineShape) -> _Events:
     index: dict[tuple[int, int, int], int] = {}  # (direction, virtual stage, microbatch) -> event
     rank_of: list[int] = []
     direction_of: list[int] = []
+    chunk_of: list[int] = []
+    microbatch_of: list[int] = []
     previous_of: list[int] = []
     feeding_of: list[int] = []
     remote_of: list[bool] = []
@@ -165,6 +213,8 @@ def _events(shape: PipelineShape) -> _Events:
                 index[direction, stage, microbatch] = event
                 rank_of.append(rank)
                 direction_of.append(direction)
+                chunk_of.append(chunk)
+                microbatch_of.append(microbatch)
                 previous_of.append(previous[rank])
                 feeding_of.append(-1 if feeder is None else index[feeder])
                 remote_of.append(feeder is not None and feeder[1] % shape.num_ranks != rank)
@@ -173,7 +223,15 @@ def _events(shape: PipelineShape) -> _Events:
                 remaining -= 1
                 progressed = True
         assert progressed, f"the order of {shape} deadlocks"
-    return _Events(tuple(rank_of), tuple(direction_of), tuple(previous_of), tuple(feeding_of), tuple(remote_of))
+    return _Events(
+        rank=tuple(rank_of),
+        direction=tuple(direction_of),
+        chunk=tuple(chunk_of),
+        microbatch=tuple(microbatch_of),
+        previous_on_rank=tuple(previous_of),
+        feeding=tuple(feeding_of),
+        feeding_is_remote=tuple(remote_of),
+    )
 
 
 def _feeder(direction: int, stage: int, microbatch: int, last_stage: int) -> tuple[int, int, int] | None:

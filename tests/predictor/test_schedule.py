@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnn_predictor.schedule import DifferentiableMakespan, PipelineShape, pipeline_makespan
+from gnn_predictor.schedule import DifferentiableMakespan, PipelineShape, pipeline_makespan, timed_events
 
 seconds = st.floats(0.1, 3.0)
 
@@ -117,3 +117,23 @@ def test_gradient_equals_finite_differences(schedule: str, chunks: int, microbat
 def test_a_remainder_of_interleaving_lies_between_its_neighbours() -> None:
     four, six, eight = (equal_stages("interleaved", 4, 2, count) for count in (4, 6, 8))
     assert four < six < eight
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from([("1f1b", 1), ("interleaved", 3), ("gpipe", 1)]), st.integers(1, 5), st.floats(0, 1))
+def test_timed_events_end_with_the_makespan_and_wait_for_what_feeds_them(
+    data: st.DataObject, kind: tuple[str, int], rounds: int, hop: float
+) -> None:
+    ranks = data.draw(st.integers(1, 4))
+    forward = data.draw(st.lists(seconds, min_size=ranks, max_size=ranks))
+    backward = data.draw(st.lists(seconds, min_size=ranks, max_size=ranks))
+    shape = PipelineShape(kind[0], ranks, kind[1], rounds * ranks)
+    events = timed_events(shape, forward, backward, hop)
+    assert len(events) == 2 * ranks * kind[1] * shape.num_microbatches
+    assert max(each.end_s for each in events) == pytest.approx(pipeline_makespan(shape, forward, backward, hop).seconds)
+    free = [0.0] * ranks
+    for each in events:  # in the order of their rank
+        assert each.start_s >= free[each.rank]
+        free[each.rank] = each.end_s
+        if each.fed_by >= 0:
+            assert each.start_s >= events[each.fed_by].end_s + hop * each.is_fed_by_other_rank - 1e-9
