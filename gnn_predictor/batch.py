@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gnn_predictor.event_order import PipelineShape
 from gnn_predictor.features import NUM_SLOTS, GraphArrays
-from gnn_predictor.schedule import PipelineShape
 
 
 @dataclass(frozen=True)

@@ -18,26 +18,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gnn_predictor.event_order import PipelineShape
+
 FORWARD, BACKWARD = 0, 1
 # In multiples of the pipeline depth: microbatches after which a step is in its steady state, and how many more are
 # run to measure its rate there.
 _STEADY_ROUNDS = 6
 _WINDOW_ROUNDS = 4
-
-
-@dataclass(frozen=True)
-class PipelineShape:
-    """What decides the order of events: schedule name, ranks, model chunks per rank and microbatches."""
-
-    schedule: str
-    num_ranks: int
-    num_chunks: int
-    num_microbatches: int
-
-    @property
-    def num_hops(self) -> int:
-        """Hand-overs of one microbatch between ranks: forward and backward, between all model chunks."""
-        return 2 * (self.num_ranks * self.num_chunks - 1)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnn_predictor.schedule import DifferentiableMakespan, PipelineShape, pipeline_makespan, timed_events
+from gnn_predictor.event_order import PipelineShape
+from gnn_predictor.schedule import DifferentiableMakespan, pipeline_makespan, timed_events
 
 seconds = st.floats(0.1, 3.0)
 
