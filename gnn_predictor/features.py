@@ -7,9 +7,10 @@ A floating-point format enters by its properties, so a format that was never mea
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -39,6 +40,8 @@ _FORMAT_PROPERTIES: dict[str, tuple[float, float, float, float]] = {
     "int64": (64, 0, 63, 0), "bool": (8, 0, 1, 0),
 }  # fmt: skip
 FORMATS = tuple(_FORMAT_PROPERTIES)
+_FORMAT_INDEX = {name: index for index, name in enumerate(FORMATS)}
+_EDGE_KIND_INDEX = {name: index for index, name in enumerate(EDGE_KINDS)}
 _RECIPES = ("delayed", "current", "tensorwise", "rowwise", "blockwise")
 _OP_CLASSES = ("rms", "layer_norm", "rope", "swiglu", "gelu", "dropout", "residual", "softmax", "moe", "linear", "bmm",
                "quantize", "norm", "clip")  # fmt: skip
@@ -181,12 +184,13 @@ def workload_features(job: TrainingJob, layout: RankLayout, nodes: Sequence[_Loc
     """
     log = math.log2
     model, batch = job.model, job.batch
-    parts: list[Callable[[_Located], bool]] = [
-        *(lambda item, name=name: item.node.kind == name for name in _SHARED_KINDS),
-        *(lambda item, name=name: item.node.axis == name for name in AXES),
-        *(lambda item, name=name: item.node.phase == name for name in PHASES),
-    ]
-    shares = [_share(nodes, total_s, part) for part in parts]
+    parts: dict[tuple[str, str | None], list[float]] = {}
+    for item in nodes:
+        node, seconds = item.node, item.roofline_s * item.weight
+        for key in (("kind", node.kind), ("axis", node.axis), ("phase", node.phase)):
+            parts.setdefault(key, []).append(seconds)
+    named = (("kind", _SHARED_KINDS), ("axis", AXES), ("phase", PHASES))
+    shares = [_share(parts, (what, name), total_s) for what, names in named for name in names]
     launch_s = sum(item.node.launches * item.weight for item in nodes) * _TYPICAL_LAUNCH_S
     sizes = [
         log(model.hidden_size) - 11, log(model.num_layers) - 5, log(batch.seq_length) - 11, log(model.vocab_size) - 15,
@@ -214,51 +218,71 @@ class _Located:
     weight: float
 
 
-def _share(nodes: Sequence[_Located], total_s: float, belongs: Callable[[_Located], bool]) -> float:
-    seconds = sum(item.roofline_s * item.weight for item in nodes if belongs(item))
-    return math.log10(seconds / (total_s + 1e-12) + 1e-4) / 2 + 1
+def _share(parts: Mapping[tuple[str, str | None], list[float]], key: tuple[str, str], total_s: float) -> float:
+    return math.log10(sum(parts.get(key, ())) / (total_s + 1e-12) + 1e-4) / 2 + 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _NodeColumns:
+    """What is known of a node on a device: the layouts of a job share most nodes, so each is worked out once."""
+
+    features: FloatArray  # [node feature]
+    format_features: FloatArray  # [format feature]
+    formats: tuple[int, int]
+    roofline_s: float
+    slot: int
+
+
+@functools.lru_cache(maxsize=2**14)
+def _node_columns(node: OpNode, device: DeviceSpec, group: AxisGroup | None) -> _NodeColumns:
+    seconds = roofline_s(node, device, group)
+    return _NodeColumns(
+        features=np.array(node_features(node, device, group, seconds), dtype=np.float32),
+        format_features=np.array(format_features(node, device), dtype=np.float32),
+        formats=(_FORMAT_INDEX[node.input_dtype], _FORMAT_INDEX[node.output_dtype]),
+        roofline_s=seconds,
+        slot=_slot(node),
+    )
 
 
 def featurize(job: TrainingJob, graph: TrainingGraph, layout: RankLayout) -> GraphArrays:
     """A resolved job and its graph as the network's input."""
     device = job.cluster.gpu
-    groups = [layout.groups.get(node.axis) if node.axis else None for node in graph.nodes]
-    rooflines = [roofline_s(node, device, group) for node, group in zip(graph.nodes, groups, strict=True)]
-    classes, stage_class = np.unique(graph.repeats, axis=0, return_inverse=True)
+    columns = [_node_columns(node, device, layout.groups.get(node.axis) if node.axis else None) for node in graph.nodes]
+    rooflines = [column.roofline_s for column in columns]
+    classes, stage_class = _distinct_rows(graph.repeats)
     entry_class, entry_node = np.nonzero(classes)
-    slots = np.array([_slot(node) for node in graph.nodes])
+    slots = np.array([column.slot for column in columns])
     cell = entry_class * NUM_SLOTS + slots[entry_node]
     weight = classes[entry_class, entry_node]
     launches = np.array([node.launches for node in graph.nodes])
     per_iteration = [1 if node.per == "iteration" else layout.num_microbatches for node in graph.nodes]
     busiest = (classes * np.array(per_iteration) * np.array(rooflines)).sum(axis=1).argmax()
     located = [
-        _Located(node, seconds, float(classes[busiest, i] * per_iteration[i]))
-        for i, (node, seconds) in enumerate(zip(graph.nodes, rooflines, strict=True))
-        if classes[busiest, i]
+        _Located(node, seconds, times * number)
+        for node, seconds, times, number in zip(
+            graph.nodes, rooflines, classes[busiest].tolist(), per_iteration, strict=True
+        )
+        if times
     ]
     total_s = sum(item.roofline_s * item.weight for item in located)
     cluster = job.cluster
-    rows = [
-        node_features(node, device, group, seconds)
-        for node, group, seconds in zip(graph.nodes, groups, rooflines, strict=True)
-    ]
     return GraphArrays(
-        node_features=np.array(rows, dtype=np.float32),
-        format_features=np.array([format_features(node, device) for node in graph.nodes], dtype=np.float32),
-        node_formats=_formats(graph.nodes),
+        node_features=np.array([column.features for column in columns]),
+        format_features=np.array([column.format_features for column in columns]),
+        node_formats=np.array([column.formats for column in columns], dtype=np.int64).reshape(-1, 2),
         log_roofline_s=np.log(np.maximum(rooflines, _LEAST_SECONDS)).astype(np.float32),
         launches=launches.astype(np.float32),
         is_overlappable=np.array([node.kind in COLLECTIVES for node in graph.nodes], dtype=np.float32),
-        edge_index=np.array([[e.source, e.target] for e in graph.edges], dtype=np.int64).reshape(-1, 2).T.copy(),
-        edge_kind=np.array([EDGE_KINDS.index(e.kind) for e in graph.edges], dtype=np.int64),
+        edge_index=np.array([[e.source for e in graph.edges], [e.target for e in graph.edges]], dtype=np.int64),
+        edge_kind=np.array([_EDGE_KIND_INDEX[e.kind] for e in graph.edges], dtype=np.int64),
         entry_node=entry_node.astype(np.int64),
         entry_cell=cell.astype(np.int64),
         entry_weight=weight.astype(np.float32),
         cell_launches=np.bincount(
             cell, weights=weight * launches[entry_node], minlength=len(classes) * NUM_SLOTS
         ).astype(np.float32),
-        stage_class=stage_class.reshape(-1).astype(np.int64),
+        stage_class=stage_class,
         hardware=_row(hardware_features(device, cluster.intra_node, cluster.inter_node, cluster.num_nodes)),
         device_name=device.name,
         software=_row(software_features(job.software, job.optimizer.name)),
@@ -282,9 +306,12 @@ def _slot(node: OpNode) -> int:
     return SLOTS.index("comm_forward" if node.phase == "forward" else "comm_backward")
 
 
-def _formats(nodes: Sequence[OpNode]) -> IntArray:
-    index = {name: i for i, name in enumerate(FORMATS)}
-    return np.array([[index[n.input_dtype], index[n.output_dtype]] for n in nodes], dtype=np.int64).reshape(-1, 2)
+def _distinct_rows(rows: NDArray[np.float64]) -> tuple[NDArray[np.float64], IntArray]:
+    """``np.unique(rows, axis=0, return_inverse=True)``, which sorts all of them; few differ, so sort only those."""
+    texts = [row.tobytes() for row in rows]
+    distinct = sorted((np.frombuffer(text).tolist(), text) for text in set(texts))
+    place = {text: index for index, (_, text) in enumerate(distinct)}
+    return np.array([values for values, _ in distinct]), np.array([place[text] for text in texts], dtype=np.int64)
 
 
 def _row(values: Sequence[float]) -> FloatArray:

@@ -27,7 +27,7 @@ from dataset_builder.job.precision import PrecisionPolicy
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.graph import TrainingGraph
 from dataset_builder.tracing.layout import RankLayout, rank_layout, unsupported_formats
-from dataset_builder.tracing.trace import build_graph
+from dataset_builder.tracing.trace import build_graph_of
 from gnn_predictor import __version__
 from gnn_predictor.batch import collate
 from gnn_predictor.checkpoint import Checkpoint, CheckpointError, Interval, load_checkpoint
@@ -35,7 +35,7 @@ from gnn_predictor.critical_path import Breakdown, JobTimes, breakdown
 from gnn_predictor.domain import outside
 from gnn_predictor.features import SLOTS, GraphArrays, featurize
 from gnn_predictor.memory import RELATIVE_ERROR, StageMemory, peak_memory
-from gnn_predictor.network import Ensemble, NetworkConfig
+from gnn_predictor.network import Ensemble, NetworkConfig, stage_table
 
 SCHEMA_VERSION = 1
 MFU_CONVENTION = "causal attention, no recompute, dense peak of the GEMM format"
@@ -255,7 +255,7 @@ class _TracedJob:
 def _trace(job: TrainingJob, force: bool) -> _TracedJob:
     job = job.resolved()
     layout = rank_layout(job)
-    graph = build_graph(job)
+    graph = build_graph_of(job, layout)
     memory = peak_memory(graph.stages, job, layout)
     formats, shortages = unsupported_formats(job), _memory_shortages(memory, job)
     if (formats or shortages) and not force:
@@ -332,7 +332,8 @@ def _predict_batch(traced: Sequence[_TracedJob], checkpoint: Checkpoint) -> list
     network, config = _network(checkpoint)
     batch = collate([each.arrays for each in traced], config.devices)
     with torch.inference_mode():
-        _, times, table = network(batch)
+        times = network.node_times(batch)
+        table = stage_table(batch, times)
         answers = [JobTimes.of(index, batch, times, table) for index in range(len(traced))]
     return [_prediction(each, answer, checkpoint) for each, answer in zip(traced, answers, strict=True)]
 

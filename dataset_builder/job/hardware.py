@@ -51,6 +51,9 @@ class DeviceSpec(Frozen):
             raise ValueError("peak_flops_per_s.fp32: missing; expected a dense peak in FLOP/s, e.g. 67e12")
         return self
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.hbm_bytes, self.hbm_bytes_per_s))  # a mapping among the fields has none
+
     def supports(self, fmt: str) -> bool:
         """Whether the device has hardware for this format (tf32 is fp32 on devices without it, so not supported)."""
         return fmt in self.peak_flops_per_s

@@ -22,6 +22,9 @@ _CROSS_LINEARS = ("cross_q", "cross_kv", "cross_projection")
 _FEED_FORWARD_LINEARS = ("fc1", "fc2", "gate", "up")
 _EXPERT_LINEARS = ("expert_fc1", "expert_fc2", "shared_fc1", "shared_fc2", "shared_gate", "shared_up")
 
+# Is it a decoder's, has it a dense feed-forward, does its attention have a window, and which linears are quantised.
+_LayerKind = tuple[bool, bool, bool, tuple[tuple[str, LinearFormat], ...]]
+
 
 @dataclass(frozen=True)
 class JobBlocks:
@@ -48,23 +51,18 @@ def job_blocks(job: TrainingJob, layout: RankLayout) -> JobBlocks:
     shared = _shared_structure(job, layout)
     model = job.model
     layers: dict[tuple[BlockStructure, bool], Counter[int]] = {}
-    kinds: dict[tuple[object, ...], BlockStructure] = {}
+    kinds: dict[tuple[str, _LayerKind], BlockStructure] = {}
     limit = job.parallel.recompute.full_layers if job.parallel.recompute else None
     mode = job.parallel.recompute.mode if job.parallel.recompute else "none"
+    of_layer = _layer_kinds(job)
     for stage, indices in enumerate(layout.stage_layers):
-        for position, index in enumerate(indices):
-            is_decoder = index >= model.encoder_layers
-            in_stack = index - model.encoder_layers if is_decoder else index
-            is_full = mode == "full" and (limit is None or position < limit)
-            recompute = "full" if is_full else "none" if mode == "full" else mode
-            dense = model.moe is None or in_stack in model.moe.dense_layers
-            every = model.full_attention_every
-            windowed = model.window is not None and not (every and (in_stack + 1) % every == 0)
-            linears = _linear_formats(job, index)
-            kind = (is_decoder, recompute, dense, windowed, linears)
-            if kind not in kinds:
-                kinds[kind] = _layer_structure(job, shared, kind)
-            layers.setdefault((kinds[kind], is_decoder), Counter())[stage] += 1
+        recomputed = len(indices) if limit is None else limit
+        for recompute, part in (("full", indices[:recomputed]), ("none", indices[recomputed:])):
+            for kind, count in Counter(of_layer[index] for index in part).items():  # in the order of the layers
+                key = (recompute if mode == "full" else mode, kind)
+                if key not in kinds:
+                    kinds[key] = _layer_structure(job, shared, *key)
+                layers.setdefault((kinds[key], kind[0]), Counter())[stage] += count
     return JobBlocks(
         embedding=_embedding_structure(job, shared),
         encoder_norm=(
@@ -77,6 +75,27 @@ def job_blocks(job: TrainingJob, layout: RankLayout) -> JobBlocks:
         layers=layers,
         sizes={is_decoder: block_sizes(job, layout, is_decoder) for is_decoder in (False, True)},
     )
+
+
+def _layer_kinds(job: TrainingJob) -> list[_LayerKind]:
+    """The kind of every layer."""
+    model, policy = job.model, job.precision
+    every, num_encoder_layers = model.full_attention_every, model.encoder_layers
+    num_layers = num_encoder_layers + model.decoder_layers
+    outer = (policy.high_precision_layers.first, num_layers - policy.high_precision_layers.last)
+    linears: dict[int | bool, tuple[tuple[str, LinearFormat], ...]] = {}
+    kinds: list[_LayerKind] = []
+    for index in range(num_layers):
+        is_outer = not outer[0] <= index < outer[1]
+        like = index if policy.overrides else is_outer  # overrides name single layers
+        is_decoder = index >= num_encoder_layers
+        in_stack = index - num_encoder_layers if is_decoder else index
+        dense = model.moe is None or in_stack in model.moe.dense_layers
+        windowed = model.window is not None and not (every and (in_stack + 1) % every == 0)
+        if like not in linears:
+            linears[like] = _linear_formats(job, index, "same" if is_outer else policy.linear)
+        kinds.append((is_decoder, dense, windowed, linears[like]))
+    return kinds
 
 
 def _shared_structure(job: TrainingJob, layout: RankLayout) -> BlockStructure:
@@ -105,14 +124,11 @@ def _shared_structure(job: TrainingJob, layout: RankLayout) -> BlockStructure:
     )
 
 
-def _linear_formats(job: TrainingJob, index: int) -> tuple[tuple[str, LinearFormat], ...]:
-    """The quantised linears of one layer: the policy's format, the outer layers' exception, then the overrides."""
-    policy, model = job.precision, job.model
-    if policy.linear == "same" and not policy.overrides:
+def _linear_formats(job: TrainingJob, index: int, default: LinearFormat) -> tuple[tuple[str, LinearFormat], ...]:
+    """The quantised linears of one layer: all in the default format but for the overrides."""
+    policy = job.precision
+    if default == "same" and not policy.overrides:
         return ()
-    last = model.encoder_layers + model.decoder_layers - policy.high_precision_layers.last
-    is_outer = index < policy.high_precision_layers.first or index >= last
-    default: LinearFormat = "same" if is_outer else policy.linear
     formats: dict[str, LinearFormat] = {}
     groups = {"attention": _ATTENTION_LINEARS, "cross_attention": _CROSS_LINEARS, "mlp": _FEED_FORWARD_LINEARS}
     for module, names in {**groups, "mlp.": _EXPERT_LINEARS}.items():
@@ -126,13 +142,13 @@ def _linear_formats(job: TrainingJob, index: int) -> tuple[tuple[str, LinearForm
     return tuple(sorted(formats.items()))
 
 
-def _layer_structure(job: TrainingJob, shared: BlockStructure, kind: tuple[object, ...]) -> BlockStructure:
-    is_decoder, recompute, dense, windowed, linears = kind
+def _layer_structure(job: TrainingJob, shared: BlockStructure, recompute: str, kind: _LayerKind) -> BlockStructure:
+    is_decoder, dense, windowed, linears = kind
     model, plan, policy = job.model, job.parallel, job.precision
     attention: Literal["multi_head", "latent", "latent_compressed_queries"] = "multi_head"
     if model.mla:
         attention = "latent_compressed_queries" if model.mla.q_lora_rank else "latent"
-    cross = bool(is_decoder) and model.architecture == "encoder_decoder"
+    cross = is_decoder and model.architecture == "encoder_decoder"
     positions = model.position_embedding if model.position_embedding != "learned" else "none"
     names = {*_ATTENTION_LINEARS[:5]} if attention == "multi_head" else {*_ATTENTION_LINEARS[4:]}
     names |= {*_CROSS_LINEARS} if cross else set()
@@ -151,8 +167,8 @@ def _layer_structure(job: TrainingJob, shared: BlockStructure, kind: tuple[objec
         bias=model.bias,
         qkv_bias=model.bias if model.qkv_bias is None else model.qkv_bias,
         position_embedding="none" if attention != "multi_head" else positions,
-        causal=bool(is_decoder) and model.is_causal,
-        windowed=bool(windowed),
+        causal=is_decoder and model.is_causal,
+        windowed=windowed,
         qk_norm=model.qk_norm_over if model.qk_norm and attention == "multi_head" else "none",
         post_norm=model.post_norm,
         parallel_block=model.parallel_block,
@@ -164,7 +180,7 @@ def _layer_structure(job: TrainingJob, shared: BlockStructure, kind: tuple[objec
         expert=not dense and plan.expert > 1,
         expert_tensor=not dense and plan.expert_tensor > 1,
         attention_format=policy.attention or "fp32",
-        linears=tuple((name, fmt) for name, fmt in linears if name in names),  # type: ignore[attr-defined]
+        linears=tuple((name, fmt) for name, fmt in linears if name in names),
         grouped_queries=kernel == "unfused" and attention == "multi_head" and _heads_per_group(job) > 1,
         kernel=kernel,
         recompute=recompute,  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import gzip
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -30,7 +30,7 @@ _INDEX = "templates.index.json"
 _PORTS = ("input", "output", "output_gradient", "input_gradient", "weight_gradient")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StoredTemplate:
     """A template as arrays: ``values = bincount(polynomial, coefficient * monomials(sizes)[monomial])``."""
 
@@ -46,9 +46,14 @@ class StoredTemplate:
     output_dtype: str
     totals: dict[str, int]  # name -> polynomial
 
-    def values(self, sizes: Mapping[str, float]) -> NDArray[np.float64]:
-        """The value of every polynomial at a job's sizes."""
-        at = np.array([sizes[name] for name in self.names], dtype=np.float64)
+    @functools.cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The parallel axes whose groups its messages cross."""
+        return tuple(sorted({kernel["axis"] for kernel in self.kernels if kernel["axis"]}))
+
+    def values(self, sizes: Sequence[float]) -> NDArray[np.float64]:
+        """The value of every polynomial at a job's sizes, in the order of ``names``."""
+        at = np.array(sizes, dtype=np.float64)
         monomials = np.prod(at**self.exponents, axis=1)
         terms = self.coefficient * monomials[self.monomial]
         summed: NDArray[np.float64] = np.bincount(self.polynomial, terms, self.num_polynomials).astype(np.float64)

@@ -6,10 +6,9 @@ of one execution on one rank, and ``repeats[stage, node]``. Cost does not grow w
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -17,50 +16,28 @@ from typing import Literal
 import numpy as np
 
 from dataset_builder.job.schema import TrainingJob
+from dataset_builder.tracing.binding import BoundBlock, bind
 from dataset_builder.tracing.graph import Axis, Edge, EdgeKind, OpNode, Phase, StageFacts, TrainingGraph
 from dataset_builder.tracing.job_blocks import JobBlocks, job_blocks
 from dataset_builder.tracing.layout import RankLayout, rank_layout
 from dataset_builder.tracing.structure import TRACER_VERSION, element_bytes
-from dataset_builder.tracing.templates import StoredTemplate, template
-from dataset_builder.tracing.work import visible_fraction
+from dataset_builder.tracing.templates import template
 
 
 def build_graph(job: TrainingJob) -> TrainingGraph:
     """The graph of any valid job; raises CannotRunError when the layout does not divide."""
     job = job.resolved()
-    layout = rank_layout(job)
+    return build_graph_of(job, rank_layout(job))
+
+
+def build_graph_of(job: TrainingJob, layout: RankLayout) -> TrainingGraph:
+    """The graph of a resolved job with this layout."""
     return _GraphBuilder(job, layout, job_blocks(job, layout)).build()
 
 
-@dataclass(frozen=True)
-class BoundBlock:
-    """A template with a job's numbers: nodes, edges and ports with indices of its own, and totals."""
-
-    nodes: list[OpNode]
-    edges: tuple[tuple[int, int, str], ...]
-    ports: Mapping[str, tuple[int, ...]]
-    totals: dict[str, float]
-    output_dtype: str
-
-
-def bind(stored: StoredTemplate, sizes: Mapping[str, float], prefix: str, groups: Mapping[str, int]) -> BoundBlock:
-    """Puts sizes into a template; ``groups``: size of the group of every axis."""
-    values = stored.values(sizes)
-    nodes = []
-    for kernel in stored.kernels:
-        shape = tuple(max(1, round(values[p])) for p in kernel["shape"])
-        flops, read, written, message = (float(values[p]) for p in kernel["work"])
-        if kernel["kind"] == "attention":
-            flops *= visible_fraction(shape[3], shape[4], shape[6], kernel["causal"])
-        axis = kernel["axis"]
-        node = OpNode(
-            kernel["kind"], kernel["op"], _module(prefix, kernel["module"]), kernel["phase"], shape, kernel["in"],
-            kernel["out"], kernel["acc"], axis, groups[axis] if axis else 1, kernel["per"], flops, read, written,
-            message, kernel["launches"],
-        )  # fmt: skip
-        nodes.append(node)
-    totals = {name: float(values[p]) for name, p in stored.totals.items()}
-    return BoundBlock(nodes, stored.edges, stored.ports, totals, stored.output_dtype)
+def stage_facts(job: TrainingJob, layout: RankLayout) -> tuple[StageFacts, ...]:
+    """``build_graph_of(job, layout).stages`` for a fraction of the cost: what memory is made of."""
+    return _GraphBuilder(job, layout, job_blocks(job, layout)).facts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +62,35 @@ class _GraphBuilder:
     blocks: JobBlocks
     nodes: list[OpNode] = field(default_factory=list)
     edges: dict[tuple[int, int], EdgeKind] = field(default_factory=dict)
-    repeats: list[list[float]] = field(default_factory=list)  # [node][stage]
+    repeats: list[list[float]] = field(default_factory=list)  # [row][stage]
+    rows: list[int] = field(default_factory=list)  # [node] its row of repeats: the nodes of a block share one
 
     def build(self) -> TrainingGraph:
         stages = range(len(self.layout.stage_layers))
-        groups: dict[str, int] = {axis: group.size for axis, group in self.layout.groups.items()}
         last = len(stages) - 1
+        embedding, layers, head = self._bound_blocks()
+        chain = [(embedding, self._add(embedding, [float(stage == 0) for stage in stages]))]
+        for block, counts in layers:
+            chain.append((block, self._add(block, [float(counts[stage]) for stage in stages])))
+        chain.append((head, self._add(head, [float(stage == last) for stage in stages])))
+        self._connect(chain)
+        facts = self._facts(embedding, head, layers)
+        self._pipeline_messages(head.output_dtype if not layers else layers[0][0].output_dtype, chain)
+        self._data_parallel(facts, chain, layers)
+        repeats = np.array(self.repeats, dtype=np.float64)[self.rows].T.copy()
+        edges = tuple(Edge(source, target, kind) for (source, target), kind in sorted(self.edges.items()))
+        return TrainingGraph(
+            tuple(self.nodes), edges, repeats, facts, self.layout.num_microbatches, self._fingerprint(), TRACER_VERSION
+        )
+
+    def facts(self) -> tuple[StageFacts, ...]:
+        """What every stage holds, without a graph."""
+        embedding, layers, head = self._bound_blocks()
+        return self._facts(embedding, head, layers)
+
+    def _bound_blocks(self) -> tuple[BoundBlock, list[tuple[BoundBlock, Counter[int]]], BoundBlock]:
+        """The embedding, every kind of layer with its count on each stage, and the head."""
+        groups: dict[str, int] = {axis: group.size for axis, group in self.layout.groups.items()}
         is_two_stacks = self.job.model.architecture == "encoder_decoder"
         final = self.job.model.encoder_layers == 0 or is_two_stacks
         first_sizes = self.blocks.sizes[final and not is_two_stacks]
@@ -104,19 +104,7 @@ class _GraphBuilder:
             norm = bind(template(self.blocks.encoder_norm), self.blocks.sizes[False], "encoder", groups)
             of_encoder = sum(not is_decoder for _, is_decoder in self.blocks.layers)
             layers.insert(of_encoder, (norm, Counter({self._stage_of_encoder_norm(): 1})))
-        chain = [(embedding, self._add(embedding, [float(stage == 0) for stage in stages]))]
-        for block, counts in layers:
-            chain.append((block, self._add(block, [float(counts[stage]) for stage in stages])))
-        chain.append((head, self._add(head, [float(stage == last) for stage in stages])))
-        self._connect(chain)
-        facts = self._facts(embedding, head, layers)
-        self._pipeline_messages(head.output_dtype if not layers else layers[0][0].output_dtype, chain)
-        self._data_parallel(facts, chain, layers)
-        repeats = np.array(self.repeats, dtype=np.float64).T.copy()
-        edges = tuple(Edge(source, target, kind) for (source, target), kind in sorted(self.edges.items()))
-        return TrainingGraph(
-            tuple(self.nodes), edges, repeats, facts, self.layout.num_microbatches, self._fingerprint(), TRACER_VERSION
-        )
+        return embedding, layers, head
 
     def _stage_of_encoder_norm(self) -> int:
         """The stage of the encoder's last layer."""
@@ -130,10 +118,14 @@ class _GraphBuilder:
     def _add(self, block: BoundBlock, repeats: list[float]) -> int:
         """Adds a block's nodes and edges; returns the index of its first node."""
         start = len(self.nodes)
-        self.nodes += block.nodes
-        self.repeats += [repeats] * len(block.nodes)
+        self._add_nodes(block.nodes, repeats)
         self.edges |= {(start + a, start + b): kind for a, b, kind in block.edges}  # type: ignore[misc]
         return start
+
+    def _add_nodes(self, nodes: Sequence[OpNode], repeats: list[float]) -> None:
+        self.nodes += nodes
+        self.rows += [len(self.repeats)] * len(nodes)
+        self.repeats.append(repeats)
 
     def _connect(self, chain: list[tuple[BoundBlock, int]]) -> None:
         """Activations to the next block, gradients to the one before."""
@@ -153,8 +145,7 @@ class _GraphBuilder:
             message.kind, message.kind, message.module, message.phase, (max(1, round(elements)),), fmt, fmt, fmt,
             message.axis, message.group_size, message.per, 0.0, size, size, size, 1.0,
         )  # fmt: skip
-        self.nodes.append(node)
-        self.repeats.append(repeats)
+        self._add_nodes((node,), repeats)
         return len(self.nodes) - 1
 
     # ---- what a stage holds
@@ -267,7 +258,7 @@ class _GraphBuilder:
         if group <= 1:
             return
         for block, start in chain:
-            repeats = self.repeats[start]
+            repeats = self.repeats[self.rows[start]]
             totals = block.totals
             elements = totals["dense_parameters"] + totals["expert_parameters"] + totals["vocabulary_parameters"]
             if elements < 1 or not block.nodes:
@@ -340,9 +331,7 @@ class _GraphBuilder:
             elements, held = elements / hidden**2, held / hidden**2
         block = bind(template(self.blocks.optimizer), {"N": elements, "G": held, "h": hidden}, "optimizer", {})
         start = len(self.nodes)
-        for node in block.nodes:
-            self.nodes.append(dataclasses.replace(node, per="iteration"))
-            self.repeats.append(repeats)
+        self._add_nodes(block.nodes, repeats)
         self.edges |= {(start + a, start + b): kind for a, b, kind in block.edges}  # type: ignore[misc]
         return start, len(self.nodes) - 1
 
@@ -359,11 +348,6 @@ class _GraphBuilder:
         node = self._send(message, elements, repeats)
         for block, start in (embedding, head):
             self.edges |= {(start + i, node): "communication" for i in block.ports["weight_gradient"]}
-
-
-def _module(block: str, module: str) -> str:
-    """The module path of a kernel; the embedding, the head and the optimizer name themselves."""
-    return module if module.partition(".")[0] == block else f"{block}.{module}"
 
 
 def _stored(fmt: str) -> str:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from dataset_builder.job.schema import TrainingJob
+from dataset_builder.tracing.binding import bind
 from dataset_builder.tracing.block import record_block
 from dataset_builder.tracing.job_blocks import job_blocks
 from dataset_builder.tracing.kernels import reduce_recording
@@ -12,7 +13,6 @@ from dataset_builder.tracing.layout import rank_layout
 from dataset_builder.tracing.structure import BlockStructure
 from dataset_builder.tracing.symbols import constant
 from dataset_builder.tracing.templates import _index, _shipped, from_json, to_json, trace_structure, write_archive
-from dataset_builder.tracing.trace import bind
 
 GROUPS = {"tensor": 4, "context": 2, "expert": 2, "data": 8, "pipeline": 1}
 BATCH = {"seq_length": 2048, "micro_batch_size": 2, "global_batch_size": 64}
