@@ -59,6 +59,7 @@ def commands(job: str, bad_job: str) -> dict[str, list[str]]:
     return {
         "import torch": [sys.executable, "-c", "import torch"],
         "infer": [*infer, job],
+        "infer --help": [*infer, "--help"],
         "infer, a bad job": [*infer, bad_job],
         **{f"infer, {name}": command for name, command in grown.items()},
     }

@@ -15,10 +15,20 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from dataset_builder.command_line import answered_at_once
 from dataset_builder.corpus.build import build_corpus
 from dataset_builder.corpus.measurements import shipped_table
 from dataset_builder.corpus.table_import import import_tables
 from dataset_builder.job.errors import JobError
+
+HELP = """usage: python -m dataset_builder.build [key=value ...]
+
+Builds the training corpus from measurement tables; conf/build.yaml lists the keys and their defaults.
+
+examples:
+  python -m dataset_builder.build
+  python -m dataset_builder.build output=build/mine runs=my-runs.csv
+  python -m dataset_builder.build import_runs=runs.csv import_ops=ops.parquet"""
 
 
 def configuration_directory() -> Path:
@@ -41,6 +51,8 @@ def run(settings: DictConfig) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     overrides = list(sys.argv[1:] if arguments is None else arguments)
+    if answered_at_once(HELP, overrides):
+        return 0
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(configuration_directory())):
             settings = compose("build", overrides=overrides)

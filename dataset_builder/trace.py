@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """``python -m dataset_builder.trace JOB.yaml --output GRAPH.json``: the annotated training graph, one per stage.
 
 A summary goes to stdout, everything else to stderr. Exit codes: 0 ok, 2 bad usage or invalid job (file, key path,
@@ -6,18 +7,20 @@ reason), 4 the job cannot run on its cluster (with the arithmetic).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from dataset_builder.command_line import CommandParser
 from dataset_builder.job.errors import JobError
-from dataset_builder.job.schema import TrainingJob
-from dataset_builder.tracing.graph import TrainingGraph
+
+if TYPE_CHECKING:
+    from dataset_builder.job.schema import TrainingJob
+    from dataset_builder.tracing.graph import TrainingGraph
 
 SCHEMA_VERSION = 1
 
@@ -84,12 +87,18 @@ def _summary(graph: TrainingGraph) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m dataset_builder.trace", description=(__doc__ or "").split("\n")[0])
+    parser = CommandParser(
+        "dataset_builder.trace",
+        "Writes the annotated training graph of a job, one per pipeline stage.",
+        ["job.yaml --output graph.json", "- --output graph.json < job.yaml"],
+    )
     parser.add_argument("job", metavar="JOB.yaml", help="job file, or - for standard input")
     parser.add_argument("--output", required=True, type=Path, metavar="GRAPH.json")
-    options = parser.parse_args(arguments)
+    options = parser.read(arguments)
     source = "standard input" if options.job == "-" else options.job
     try:
+        from dataset_builder.job.schema import TrainingJob
+
         job = TrainingJob.from_yaml(options.job)
         from dataset_builder.tracing.trace import build_graph
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from dataset_builder import __version__
+
 if TYPE_CHECKING:
     from dataset_builder.job.errors import CannotRunError, JobError
     from dataset_builder.job.schema import TrainingJob
     from gnn_predictor.checkpoint import Checkpoint, CheckpointError, load_checkpoint
     from gnn_predictor.prediction import Prediction, predict
 
-__version__ = "0.1.0"
 __all__ = [
     "CannotRunError",
     "Checkpoint",

@@ -8,9 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gnn_predictor.checkpoint import Checkpoint, load_checkpoint
+from dataset_builder.command_line import CommandParser
+
+if TYPE_CHECKING:
+    from gnn_predictor.checkpoint import Checkpoint
 
 BEGIN, END = "<!-- metrics -->", "<!-- /metrics -->"
 _PROTOCOLS = {
@@ -86,10 +89,18 @@ def with_figures(text: str, metrics: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Rewrites the figures in the files named; returns the exit code."""
+    parser = CommandParser("gnn_predictor.card", "Writes the released checkpoint's figures into files.", ["README.md"])
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.md", help=f"has a block from {BEGIN} to {END}")
+    options = parser.read(arguments)
+    from gnn_predictor.checkpoint import load_checkpoint
+
     metrics = load_checkpoint().metrics
-    for name in sys.argv[1:] if arguments is None else arguments:
-        file = Path(name)
-        file.write_text(with_figures(file.read_text(encoding="utf-8"), metrics), encoding="utf-8")
+    for file in options.files:
+        try:
+            file.write_text(with_figures(file.read_text(encoding="utf-8"), metrics), encoding="utf-8")
+        except (OSError, ValueError) as error:
+            print(f"{file}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
+            return 2
     return 0
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from dataset_builder.job.document import parse_document, read_document
+from dataset_builder.job.document import JobText, job_text, parse_document
 from dataset_builder.job.errors import CannotRunError, JobError
 from dataset_builder.job.schema import TrainingJob, overridden
 
@@ -155,21 +155,22 @@ class Comparison:
 
 
 def read_variants(
-    source: str, settings: Mapping[str, Any], choices: Mapping[str, Sequence[Any]]
+    source: str | JobText, settings: Mapping[str, Any], choices: Mapping[str, Sequence[Any]]
 ) -> list[tuple[dict[str, Any], TrainingJob]]:
     """A job file under every combination of ``choices``; ``settings`` hold for all. JobError lists every problem."""
-    data, name, folder = read_document(source)
+    text = job_text(source)
+    data = text.values()
     variants, problems = [], dict[str, None]()
     for values in itertools.product(*choices.values()):
         chosen = dict(zip(choices, values, strict=True))
         try:
-            job = TrainingJob.parse(overridden(data, _in_order(settings, chosen)), source=name, folder=folder)
+            job = TrainingJob.parse(overridden(data, _in_order(settings, chosen)), source=text.name, folder=text.folder)
         except JobError as error:
             problems |= dict.fromkeys(error.reasons)
         else:
             variants.append((chosen, job))
     if problems:
-        raise JobError(list(problems), source=name)
+        raise JobError(list(problems), source=text.name)
     return variants
 
 

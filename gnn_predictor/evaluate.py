@@ -24,6 +24,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from dataset_builder.command_line import answered_at_once
 from dataset_builder.corpus.measurements import RunMeasurement, read_runs
 from dataset_builder.job.errors import JobError
 from dataset_builder.job.schema import TrainingJob
@@ -49,6 +50,13 @@ COLUMNS = (
 NUMBERS = COLUMNS[1:7]
 BATCH = 64  # jobs predicted at once
 USAGE = "usage: python -m gnn_predictor.evaluate runs=RUNS.csv output=DIR [checkpoint=DIR] [baselines=false]"
+HELP = f"""{USAGE}
+
+Predicts every row of a table of measured runs; writes predictions.csv and metrics.json.
+
+examples:
+  python -m gnn_predictor.evaluate runs=runs.csv output=outputs/evaluation
+  python -m gnn_predictor.evaluate runs=runs.csv output=outputs/mine checkpoint=my-checkpoint baselines=false"""
 
 PredictJobs = Callable[[Sequence[TrainingJob]], Sequence[Prediction]]
 
@@ -153,8 +161,7 @@ def training_overlap(table: pd.DataFrame, reference: pd.DataFrame | None) -> dic
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     overrides = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & set(overrides):
-        print(USAGE)
+    if answered_at_once(HELP, overrides):
         return 0
     try:
         config = _configuration(overrides)

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Command line: a job file in, its predicted iteration time out, as a table or as JSON.
 
 The result goes to standard output, everything else to standard error. Exit codes: 0 answered; 1 a bug; 2 bad usage or
@@ -7,17 +8,17 @@ an invalid job; 3 checkpoint missing or incompatible; 4 the job cannot run. The 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gnn_predictor import __version__
+from dataset_builder.command_line import CommandParser
 
 if TYPE_CHECKING:
-    from dataset_builder.job.schema import TrainingJob
+    from dataset_builder.job.document import JobText
     from gnn_predictor.compare import Comparison
     from gnn_predictor.prediction import Prediction
 
@@ -26,70 +27,86 @@ OK, USAGE, CANNOT_RUN = 0, 2, 4
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    options = _parser().parse_args(arguments)
+    options = _parser().read(arguments)
     # Errors that a user can mend carry their exit code; anything else is a bug and keeps its traceback.
     from dataset_builder.job.errors import JobError
 
     try:
-        answers = _compare(options) if options.compare else _predict(options)
-    except JobError as error:
+        return _answer_all(options)
+    except (JobError, _BadUsage) as error:
         _print_error(str(error))
         return error.exit_code
-    except _BadUsage as error:
-        _print_error(str(error))
-        return USAGE
+    except BrokenPipeError:  # the reader has seen enough, e.g. `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
     except ValueError as error:
         exit_code = getattr(error, "exit_code", None)  # CheckpointError, named without importing torch
         if exit_code is None:
             raise
         _print_error(str(error))
         return int(exit_code)
-    _write(answers, options.format)
-    return CANNOT_RUN if any(_has_nothing_that_runs(answer) for answer in answers) else OK
 
 
 class _BadUsage(Exception):
     """A command line that argparse cannot see through itself."""
 
+    exit_code = USAGE
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m gnn_predictor.infer",
-        description="Predicts the iteration time of a training job from its job file.",
-        epilog="exit codes: 0 ok, 1 bug, 2 bad usage or invalid job, 3 checkpoint unusable, 4 the job cannot run",
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "gnn_predictor.infer",
+        "Predicts the iteration time of a training job from its job file.",
+        [
+            "job.yaml",
+            "job.yaml --set precision=bf16_mixed --set parallel.tensor=8",
+            "job.yaml --compare precision=tf32,bf16_mixed,fp8_mixed",
+            "a.yaml b.yaml --format json                one line of JSON for each job",
+            "- --format json < jobs.jsonl               a job on each line, answered as it comes",
+        ],
     )
-    parser.add_argument("jobs", nargs="+", metavar="JOB.yaml", help="job file, or - for standard input")
+    parser.add_argument(
+        "jobs", nargs="+", metavar="JOB.yaml", help="job file, or - for standard input (one YAML job, or JSON lines)"
+    )
     parser.add_argument("--checkpoint", metavar="DIR", help="a trained predictor (default: the released one)")
     parser.add_argument("--format", choices=("table", "json"), default="table", help="default: table")
-    parser.add_argument(
+    settings = parser.add_argument(
         "--set", metavar="KEY.PATH=VALUE", action="append", default=[], help="overrides a value of the job file"
     )
-    parser.add_argument(
+    choices = parser.add_argument(
         "--compare", metavar="KEY.PATH=V1,V2", action="extend", nargs="+", default=[],
         help="predicts every combination of these values; speed-ups are over the first",
     )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="predict even a job that cannot run")
-    parser.add_argument("--version", action="version", version=f"gnn-predictor {__version__}")
+    parser.complete_settings(settings, choices)
     return parser
 
 
-def _read_job(source: str, overrides: Mapping[str, Any]) -> TrainingJob:
-    from dataset_builder.job.schema import TrainingJob
-
-    with _readable(source):
-        return TrainingJob.from_yaml(source, overrides)
-
-
-@contextlib.contextmanager
-def _readable(source: str) -> Iterator[None]:
-    """Says which file cannot be read."""
+def _answer_all(options: argparse.Namespace) -> int:
+    """Writes an answer for every job as it is found; of several, one that has none does not keep back the others."""
+    from dataset_builder.job.document import job_texts
     from dataset_builder.job.errors import JobError
+    from gnn_predictor.report.progress import working
 
-    try:
-        yield
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise JobError([reason], source=source) from None
+    settings, choices = _overrides(options.set), _choices(options.compare)
+    worst = OK
+    texts = itertools.chain.from_iterable(job_texts(source) for source in options.jobs)
+    for number, text in enumerate(texts, start=1):
+        is_one_of_many = len(options.jobs) > 1 or text.is_line
+        try:
+            with working(f"job {number}: {text.name}" if is_one_of_many else text.name):
+                answer = _compare(text, settings, choices, options) if choices else _predict(text, settings, options)
+        except JobError as error:
+            if not is_one_of_many:
+                raise
+            worst = max(worst, error.exit_code)
+            _print_error(str(error))
+            if options.format == "json":
+                _write_json({"source": text.name, "exit_code": error.exit_code, "reasons": error.reasons}, None)
+            continue
+        _write(answer, options.format, None if is_one_of_many else 1)
+        worst = max(worst, CANNOT_RUN if _has_nothing_that_runs(answer) else OK)
+    return worst
 
 
 def _overrides(settings: Sequence[str]) -> dict[str, Any]:
@@ -103,23 +120,28 @@ def _overrides(settings: Sequence[str]) -> dict[str, Any]:
     return overrides
 
 
-def _compare(options: argparse.Namespace) -> list[Comparison]:
-    """Checks every variant of every job without torch, then loads it and predicts."""
-    from gnn_predictor.compare import compare, read_choices, read_variants
+def _choices(texts: Sequence[str]) -> dict[str, list[Any]]:
+    if not texts:
+        return {}
+    from gnn_predictor.compare import read_choices
 
-    overrides = _overrides(options.set)
     try:
-        choices = read_choices(options.compare)
+        return read_choices(texts)
     except ValueError as error:
         raise _BadUsage(str(error)) from None
-    jobs = []
-    for source in options.jobs:
-        with _readable(source):
-            jobs.append(read_variants(source, overrides, choices))
+
+
+def _compare(
+    text: JobText, settings: Mapping[str, Any], choices: Mapping[str, list[Any]], options: argparse.Namespace
+) -> Comparison:
+    """Checks every variant without torch, then loads it and predicts."""
+    from gnn_predictor.compare import compare, read_variants
+
+    variants = read_variants(text, settings, choices)
     import torch
 
     torch.set_num_threads(1)
-    return [compare(variants, options.checkpoint, options.force) for variants in jobs]
+    return compare(variants, options.checkpoint, options.force)
 
 
 def _has_nothing_that_runs(answer: Prediction | Comparison) -> bool:
@@ -128,63 +150,47 @@ def _has_nothing_that_runs(answer: Prediction | Comparison) -> bool:
     return isinstance(answer, Comparison) and answer.reference is None
 
 
-def _predict(options: argparse.Namespace) -> list[Prediction]:
+def _predict(text: JobText, settings: Mapping[str, Any], options: argparse.Namespace) -> Prediction:
     """Checks what can be checked without torch, then loads it and predicts."""
+    from dataset_builder.job.errors import CannotRunError, JobError
+    from dataset_builder.job.schema import TrainingJob
     from dataset_builder.tracing.layout import rank_layout, unsupported_formats
 
-    overrides = _overrides(options.set)
-    jobs = [_read_job(source, overrides) for source in options.jobs]
-    for source, job in zip(options.jobs, jobs, strict=True):
-        with _named(source):
-            resolved = job.resolved()
-            rank_layout(resolved)
-            missing = unsupported_formats(resolved)
-            if missing and not options.force:
-                from dataset_builder.job.errors import CannotRunError
-
-                raise CannotRunError([*missing, "--force predicts anyway"])
-    import torch
-
-    from gnn_predictor.prediction import predict
-
-    torch.set_num_threads(1)  # the graph is small: more threads wait for each other longer than they work
-    predictions = []
-    for source, job in zip(options.jobs, jobs, strict=True):
-        with _named(source):
-            predictions.append(predict(job, checkpoint=options.checkpoint, force=options.force))
-    return predictions
-
-
-@contextlib.contextmanager
-def _named(source: str) -> Any:
-    """Says which file a problem is in."""
-    from dataset_builder.job.errors import JobError
-
+    job = TrainingJob.from_yaml(text, settings)
     try:
-        yield
+        resolved = job.resolved()
+        rank_layout(resolved)
+        missing = unsupported_formats(resolved)
+        if missing and not options.force:
+            raise CannotRunError([*missing, "--force predicts anyway"])
+        import torch
+
+        from gnn_predictor.prediction import predict
+
+        torch.set_num_threads(1)  # the graph is small: more threads wait for each other longer than they work
+        return predict(job, checkpoint=options.checkpoint, force=options.force)
     except JobError as error:
-        raise type(error)(error.reasons, source="standard input" if source == "-" else source) from None
+        raise type(error)(error.reasons, source=text.name) from None
 
 
-def _write(answers: Sequence[Prediction | Comparison], form: str) -> None:
-    try:
-        if form == "json":
-            values = [answer.to_dict() for answer in answers]
-            json.dump(values[0] if len(values) == 1 else values, sys.stdout, indent=1, allow_nan=False)
-            sys.stdout.write("\n")
-        else:
-            from gnn_predictor.compare import Comparison
-            from gnn_predictor.report.comparison_table import print_comparison
-            from gnn_predictor.report.table import print_table
+def _write(answer: Prediction | Comparison, form: str, indent: int | None) -> None:
+    if form == "json":
+        _write_json(answer.to_dict(), indent)
+        return
+    from gnn_predictor.compare import Comparison
+    from gnn_predictor.report.comparison_table import print_comparison
+    from gnn_predictor.report.table import print_table
 
-            for answer in answers:
-                if isinstance(answer, Comparison):
-                    print_comparison(answer, sys.stdout)
-                else:
-                    print_table(answer, sys.stdout)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough, e.g. `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(answer, Comparison):
+        print_comparison(answer, sys.stdout)
+    else:
+        print_table(answer, sys.stdout)
+    sys.stdout.flush()
+
+
+def _write_json(value: Mapping[str, Any], indent: int | None) -> None:
+    sys.stdout.write(json.dumps(value, indent=indent, allow_nan=False) + "\n")
+    sys.stdout.flush()
 
 
 def _print_error(message: str) -> None:

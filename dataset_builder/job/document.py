@@ -5,8 +5,12 @@ Safe tags only, ``1e-4`` is a number, a date is text, a repeated key is an error
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +57,59 @@ for _first in "-+0123456789.":
     ]
 
 
-def read_document(source: str | Path) -> tuple[Any, str, Path]:
-    """The values of a file (``-``: standard input), its name for messages, and the folder its paths start from."""
+@dataclass(frozen=True, slots=True)
+class JobText:
+    """A job before it is parsed: a file or its text, its name for messages, and the folder its paths start from."""
+
+    content: Path | bytes
+    name: str
+    folder: Path
+    is_line: bool = False  # one of several on standard input
+
+    def values(self) -> Any:
+        """Its plain values; raises JobError when it cannot be read or is not YAML."""
+        return parse_document(_read(self.content) if isinstance(self.content, Path) else self.content, self.name)
+
+
+def job_texts(source: str | Path) -> Iterator[JobText]:
+    """The jobs of a file (``-``: standard input, which may hold a job a line, each a JSON object of its own)."""
+    if str(source) != "-":
+        yield job_text(source)
+        return
+    stream = sys.stdin.buffer
+    first = stream.readline(MAX_BYTES + 1)
+    if not _is_json_object(first):
+        yield JobText(first + stream.read(MAX_BYTES + 1), "standard input", Path())
+        return
+    following = iter(lambda: stream.readline(MAX_BYTES + 1), b"")
+    for number, line in enumerate(itertools.chain([first], following), start=1):
+        if line.strip():
+            yield JobText(line, f"standard input, line {number}", Path(), is_line=True)
+
+
+def _is_json_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def job_text(source: str | Path | JobText) -> JobText:
+    """The whole of a file (``-``: standard input) as one job."""
+    if isinstance(source, JobText):
+        return source
     if str(source) == "-":
-        return parse_document(sys.stdin.buffer.read(MAX_BYTES + 1), "standard input"), "standard input", Path()
+        return JobText(sys.stdin.buffer.read(MAX_BYTES + 1), "standard input", Path())
     path = Path(source)
+    return JobText(path, str(path), path.parent)
+
+
+def _read(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
+            return file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         raise JobError([f"cannot read the file: {getattr(error, 'strerror', None) or error}"], str(path)) from None
-    return parse_document(raw, str(path)), str(path), path.parent
 
 
 def parse_document(raw: bytes, name: str) -> Any:

@@ -1,7 +1,8 @@
-"""The two ways a job fails: it is not valid (exit code 2), or it is valid but cannot run (exit code 4)."""
+"""The two ways a job fails: it is not valid (exit code 2), or it is valid but cannot run (exit code 4); near names."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 
 
@@ -23,3 +24,9 @@ class CannotRunError(JobError):
     """A valid job that its cluster cannot run: the layout does not divide, or the device lacks the format."""
 
     exit_code = 4
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """`` (did you mean a, b?)``, or nothing when no known name is near."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    return f" (did you mean {', '.join(near)}?)" if near else ""

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from dataset_builder.job.reasons import shown, suggestion
+from dataset_builder.job.errors import suggestion
+from dataset_builder.job.reasons import shown
 from dataset_builder.job.values import CountOrZero, Frozen
 
 Format = Literal["fp32", "tf32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "mxfp8", "nvfp4", "int64", "bool"]

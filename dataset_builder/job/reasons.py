@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+
+from dataset_builder.job.errors import suggestion
 
 _EXPECTED = {
     "int_parsing": "a whole number such as 4096",
@@ -49,12 +50,6 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def suggestion(name: str, known: Sequence[str]) -> str:
-    """`` (did you mean a, b?)``, or nothing when no known name is near."""
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    return f" (did you mean {', '.join(near)}?)" if near else ""
-
-
 def _placed(path: str, line: str, value: Any) -> str:
     """Puts a validator's own message behind its key path; such a message may begin with the key it is about."""
     key, separator, rest = line.partition(": ")
@@ -89,14 +84,15 @@ def _keys_at(root: type[BaseModel], parents: Sequence[int | str]) -> list[str]:
     model: type[BaseModel] | None = root
     for part in parents:
         if model is not None and part in model.model_fields:
-            model = _model_in(model.model_fields[str(part)].annotation)
+            model = model_in(model.model_fields[str(part)].annotation)
     return [name for name, field in model.model_fields.items() if not field.exclude] if model else []
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model that a field holds, inside an optional or a list too."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for part in get_args(annotation) if (found := _model_in(part))), None)
+    return next((found for part in get_args(annotation) if (found := model_in(part))), None)
 
 
 def _written_path(parts: list[str], data: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from dataset_builder.job.document import parse_document, read_document
+from dataset_builder.job.document import JobText, job_text, parse_document
 from dataset_builder.job.errors import JobError
 from dataset_builder.job.hardware import (
     DeviceSpec,
@@ -174,13 +174,13 @@ class TrainingJob(Frozen):
     assumed: tuple[str, ...] = Field(default=(), exclude=True)
 
     @classmethod
-    def from_yaml(cls, source: str | Path, overrides: Mapping[str, Any] | None = None) -> TrainingJob:
-        """Reads a job file (``-``: standard input); raises JobError with every problem in it.
+    def from_yaml(cls, source: str | Path | JobText, overrides: Mapping[str, Any] | None = None) -> TrainingJob:
+        """Reads a job file (``-``: standard input) or a text read already; raises JobError with every problem in it.
 
         ``overrides`` maps key paths to values, as ``--set`` does; a text value is read as YAML, as in the file.
         """
-        data, name, folder = read_document(source)
-        return cls.parse(overridden(data, overrides or {}), source=name, folder=folder)
+        text = job_text(source)
+        return cls.parse(overridden(text.values(), overrides or {}), source=text.name, folder=text.folder)
 
     @classmethod
     def parse(cls, data: Any, source: str = "job", folder: Path | None = None) -> TrainingJob:

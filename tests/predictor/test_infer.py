@@ -76,7 +76,7 @@ def test_standard_input_and_several_jobs(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(_JOB.encode())))
     assert main(["-", str(job), "--checkpoint", str(untrained), "--format", "json"]) == 0
-    first, second = json.loads(capsys.readouterr().out)
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert first["iteration_time_s"] == second["iteration_time_s"]
 
 
