@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -83,6 +83,12 @@ class JobTimes:
             iteration_s=_numpy(table.iteration_s[rows]),
             path=path,
         )
+
+    def scaled(self, factor: float) -> JobTimes:
+        """Every second times ``factor``; the critical path stays where it is."""
+        names = ("seconds", "exposed_s", "overhead_s", "slots", "forward_s", "backward_s", "iteration_s")
+        path = replace(self.path, seconds=self.path.seconds * factor)
+        return replace(self, path=path, **{name: getattr(self, name) * factor for name in names})
 
 
 def breakdown(graph: TrainingGraph, arrays: GraphArrays, times: JobTimes, device: DeviceSpec) -> Breakdown:

@@ -28,6 +28,7 @@ from dataset_builder.command_line import answered_at_once
 from dataset_builder.corpus.measurements import RunMeasurement, read_runs
 from dataset_builder.job.errors import JobError
 from dataset_builder.job.schema import TrainingJob
+from dataset_builder.tracing.floor import impossible
 from dataset_builder.tracing.layout import rank_layout
 from dataset_builder.tracing.trace import build_graph
 from gnn_predictor.baselines import (
@@ -86,6 +87,7 @@ def evaluate(
     metrics = evaluation_metrics(table)
     metrics["checkpoint"] = {"name": checkpoint.config.name, "corpus": checkpoint.config.corpus_hash}
     metrics["overlap_with_training"] = training_overlap(table, reference)
+    metrics["impossible"] = table.loc[(table["status"] == "ok") & (table["reason"] != ""), "run_id"].tolist()
     metrics["notes"] = _notes(metrics, baselines)
     output.mkdir(parents=True, exist_ok=True)
     _write_whole(output / "predictions.csv", table[list(COLUMNS)].to_csv(index=False))
@@ -105,8 +107,8 @@ def predictions_table(measurements: Sequence[RunMeasurement], predict_jobs: Pred
     )  # fmt: skip
     for start in range(0, len(possible), BATCH):
         chosen = possible[start : start + BATCH]
-        jobs = [job for index in chosen if (job := measurements[index].job) is not None]
-        for index, answer in zip(chosen, _answers(jobs, predict_jobs), strict=True):
+        runs = [measurements[index] for index in chosen]
+        for index, answer in zip(chosen, _answers(runs, predict_jobs), strict=True):
             for column, value in answer.items():
                 answers.at[index, column] = value
         print(f"\rpredicted {start + len(chosen)} of {len(possible)} rows", end="", file=sys.stderr, flush=True)
@@ -204,24 +206,26 @@ def _predictor(checkpoint: Checkpoint) -> PredictJobs:
     return lambda jobs: predict(list(jobs), checkpoint=checkpoint, force=True)
 
 
-def _answers(jobs: list[TrainingJob], predict_jobs: PredictJobs) -> Iterator[dict[str, Any]]:
-    """What predictions.csv says of each job; one that can't be predicted doesn't spoil its batch."""
+def _answers(runs: list[RunMeasurement], predict_jobs: PredictJobs) -> Iterator[dict[str, Any]]:
+    """What predictions.csv says of each run; one that can't be predicted doesn't spoil its batch."""
     try:
-        answers = [_answer(prediction) for prediction in predict_jobs(jobs)]
+        predictions = predict_jobs([run.job for run in runs if run.job])
+        answers = [_answer(run, prediction) for run, prediction in zip(runs, predictions, strict=True)]
     except CheckpointError:
         raise
     except Exception as error:  # whatever it is, the other rows of the file deserve their answer
-        if len(jobs) == 1:
+        if len(runs) == 1:
             reason = "; ".join(error.reasons) if isinstance(error, JobError) else f"a bug: {error!r}"
             yield {"status": "skipped", "reason": " ".join(reason.split())[:500]}
             return
-        for job in jobs:
-            yield from _answers([job], predict_jobs)
+        for run in runs:
+            yield from _answers([run], predict_jobs)
         return
     yield from answers
 
 
-def _answer(prediction: Prediction) -> dict[str, Any]:
+def _answer(run: RunMeasurement, prediction: Prediction) -> dict[str, Any]:
+    """``reason`` of an answered run is empty unless its measured time is below the physical floor."""
     if not math.isfinite(prediction.iteration_time_s):
         return {"status": "skipped", "reason": "the predicted time is not finite"}
     return {
@@ -231,7 +235,7 @@ def _answer(prediction: Prediction) -> dict[str, Any]:
         "predicted_peak_mem_gb": max(stage.peak_memory_bytes for stage in prediction.stages) / 1e9,
         "in_domain": prediction.in_domain,
         "status": "ok",
-        "reason": "",
+        "reason": (run.is_timed and impossible(run.iter_time_s, prediction.floor)) or "",
     }
 
 
@@ -261,6 +265,11 @@ def _notes(metrics: dict[str, Any], baselines: bool) -> list[str]:
         notes.append(
             f"{overlap['rows']} of the {metrics['count']} answered rows belong to jobs the checkpoint was trained on: "
             "these figures are not held out; the checkpoint's own metrics.json has the cross-validated ones"
+        )
+    if metrics["impossible"]:
+        notes.append(
+            f"{len(metrics['impossible'])} rows measured less than their physical floor, which no job can; "
+            f"their arithmetic stands in predictions.csv: {', '.join(metrics['impossible'][:10])}"
         )
     if not overlap["known"]:
         notes.append("the checkpoint carries no reference table: no baselines, and overlap with training is unknown")

@@ -25,6 +25,7 @@ from dataset_builder.job.flops import model_flops_per_sequence
 from dataset_builder.job.hardware import DeviceSpec
 from dataset_builder.job.precision import PrecisionPolicy
 from dataset_builder.job.schema import TrainingJob
+from dataset_builder.tracing.floor import PhysicalFloor, physical_floor
 from dataset_builder.tracing.graph import TrainingGraph
 from dataset_builder.tracing.layout import RankLayout, rank_layout, unsupported_formats
 from dataset_builder.tracing.trace import build_graph_of
@@ -104,6 +105,7 @@ class Prediction:
     in_domain: bool
     warnings: tuple[str, ...]
     provenance: Mapping[str, Any]
+    floor: PhysicalFloor
 
     @property
     def tokens_per_iteration(self) -> int:
@@ -246,6 +248,7 @@ class _TracedJob:
     memory: tuple[StageMemory, ...]
     arrays: GraphArrays
     warnings: tuple[str, ...]
+    floor: PhysicalFloor
 
     @property
     def fits_memory(self) -> bool:
@@ -261,7 +264,8 @@ def _trace(job: TrainingJob, force: bool) -> _TracedJob:
     if (formats or shortages) and not force:
         raise CannotRunError([*formats, *shortages, "--force predicts anyway"], source=job.name or "job")
     warnings = (*formats, *shortages, *_hints(job), *_approximations(job), *job.assumed)
-    return _TracedJob(job, layout, graph, memory, featurize(job, graph, layout), warnings)
+    floor = physical_floor(job, graph, layout)
+    return _TracedJob(job, layout, graph, memory, featurize(job, graph, layout), warnings, floor)
 
 
 def _hints(job: TrainingJob) -> list[str]:
@@ -339,8 +343,12 @@ def _predict_batch(traced: Sequence[_TracedJob], checkpoint: Checkpoint) -> list
 
 
 def _prediction(traced: _TracedJob, times: JobTimes, checkpoint: Checkpoint) -> Prediction:
-    parts = breakdown(traced.graph, traced.arrays, times, traced.job.cluster.gpu)
-    iteration_s = sum(parts.by_kind.values()) + sum(parts.exposed_communication.values())
+    parts, iteration_s = _critical_path(traced, times)
+    warnings = traced.warnings
+    if iteration_s < traced.floor.seconds:
+        warnings = (*warnings, f"raised to the physical floor from {iteration_s:.4g} s: {traced.floor.arithmetic}")
+        times = times.scaled(traced.floor.seconds / iteration_s)
+        parts, iteration_s = _critical_path(traced, times)
     outside_reasons = outside(traced.job, checkpoint.config.domain)
     low, high = _bounds(iteration_s, times.spread, checkpoint.config.interval, not outside_reasons)
     return Prediction(
@@ -348,21 +356,27 @@ def _prediction(traced: _TracedJob, times: JobTimes, checkpoint: Checkpoint) -> 
         num_microbatches=traced.layout.num_microbatches,
         data_parallel=traced.layout.data,
         iteration_time_s=iteration_s,
-        iteration_time_low_s=low,
+        iteration_time_low_s=min(max(low, traced.floor.seconds), iteration_s),
         iteration_time_high_s=high,
         interval=checkpoint.config.interval.level,
         stages=_stages(traced, times, iteration_s),
         breakdown=parts,
         fits_memory=traced.fits_memory,
         in_domain=not outside_reasons,
-        warnings=(*traced.warnings, *(f"outside the training data: {reason}" for reason in outside_reasons)),
+        warnings=(*warnings, *(f"outside the training data: {reason}" for reason in outside_reasons)),
         provenance={
             "checkpoint": checkpoint.config.name,
             "format_version": checkpoint.config.format_version,
             "corpus": checkpoint.config.corpus_hash,
             "version": __version__,
         },
+        floor=traced.floor,
     )
+
+
+def _critical_path(traced: _TracedJob, times: JobTimes) -> tuple[Breakdown, float]:
+    parts = breakdown(traced.graph, traced.arrays, times, traced.job.cluster.gpu)
+    return parts, sum(parts.by_kind.values()) + sum(parts.exposed_communication.values())
 
 
 def _bounds(seconds: float, spread: float, interval: Interval, in_domain: bool) -> tuple[float, float]:

@@ -14,6 +14,7 @@ import pytest
 from dataset_builder.corpus.measurements import read_runs
 from dataset_builder.job.errors import JobError
 from dataset_builder.job.schema import TrainingJob
+from dataset_builder.tracing.floor import PhysicalFloor
 from dataset_builder.tracing.layout import rank_layout
 from dataset_builder.tracing.trace import build_graph
 from gnn_predictor import baselines
@@ -35,6 +36,9 @@ class _Stage:
     peak_memory_bytes: float = 9e9
 
 
+_FLOOR = PhysicalFloor({"compute": 0.001}, {"compute": "1 GFLOP / 1 TFLOP/s bf16"})
+
+
 @dataclass(frozen=True)
 class _Prediction:
     """What evaluate reads of a Prediction: 0.1 s in bf16, 0.05 s in other formats."""
@@ -42,6 +46,7 @@ class _Prediction:
     iteration_time_s: float
     in_domain: bool = True
     stages: tuple[_Stage, ...] = (_Stage(1e9), _Stage())
+    floor: PhysicalFloor = _FLOOR
 
     @property
     def iteration_time_low_s(self) -> float:
@@ -112,6 +117,17 @@ def test_a_row_that_cannot_be_predicted_does_not_spoil_its_batch(tmp_path: Path)
     assert table["status"].tolist() == ["ok", "skipped", "ok", "skipped"]
     assert table["reason"][1] == "4096 is refused"
     assert table["reason"][3].startswith("a bug: RuntimeError")
+
+
+def test_a_time_below_the_physical_floor_is_answered_and_named(tmp_path: Path) -> None:
+    runs = _csv(tmp_path / "runs.csv", {}, {"iter_time_s": 0.0009}, {"iter_time_s": None})
+    metrics = command.evaluate(runs, tmp_path, _checkpoint(), predict_jobs=_predict)
+    table = pd.read_csv(tmp_path / "predictions.csv", keep_default_na=False)
+    assert table["status"].tolist() == ["ok"] * 3
+    assert table["reason"][1].startswith("0.0009 s is impossible: needs at least 0.001 s = 1 GFLOP / 1 TFLOP/s bf16")
+    assert table["reason"][[0, 2]].tolist() == ["", ""]
+    assert metrics["impossible"] == ["r1"]
+    assert any("physical floor" in note for note in metrics["notes"])
 
 
 def test_baselines_stand_beside_and_overlap_is_told(tmp_path: Path) -> None:

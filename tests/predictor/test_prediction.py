@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+import torch
 
 from dataset_builder.job.errors import CannotRunError
+from gnn_predictor.checkpoint import load_checkpoint
 from gnn_predictor.prediction import Prediction, predict
 
 _SCHEMA = json.loads(resources.files("gnn_predictor.report").joinpath("prediction.schema.json").read_text())
@@ -123,6 +126,28 @@ def test_what_is_outside_the_training_data_is_said_and_widens_the_interval(job_o
         return math.log(prediction.iteration_time_high_s / prediction.iteration_time_low_s)
 
     assert width(outside) > 1.5 * width(inside)
+
+
+def test_nothing_is_predicted_below_the_physical_floor(job_of: Any, untrained: Path) -> None:
+    plain = load_checkpoint(untrained)
+    # A network that makes every kernel e^-4 of its roofline, every message hidden and every launch free.
+    fast = {name: _fastest(name, tensor) for name, tensor in plain.tensors.items()}
+    job = job_of(parallel={"pipeline": 4, "schedule": "1f1b"}, batch={"micro_batch_size": 8})
+    prediction = predict(job, checkpoint=replace(plain, tensors=fast))
+    assert prediction.iteration_time_s == pytest.approx(prediction.floor.seconds, rel=1e-6)
+    assert prediction.iteration_time_low_s == pytest.approx(prediction.floor.seconds, rel=1e-6)
+    assert any("physical floor" in warning for warning in prediction.warnings)
+    parts = [*prediction.breakdown.by_kind.values(), *prediction.breakdown.exposed_communication.values()]
+    assert math.fsum(parts) == pytest.approx(prediction.iteration_time_s)
+    for stage in prediction.stages:
+        assert stage.total_s + stage.bubble_s == pytest.approx(prediction.iteration_time_s, rel=1e-4)
+    assert not any("floor" in warning for warning in predict(job, checkpoint=untrained).warnings)
+
+
+def _fastest(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if name.endswith(("readout.3.bias", "kernel.outputs.bias", "graph_readout.bias")):
+        return torch.full_like(tensor, -50.0)
+    return tensor
 
 
 def test_assumed_defaults_are_said(job_of: Any, untrained: Path) -> None:
