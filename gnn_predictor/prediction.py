@@ -27,8 +27,8 @@ from dataset_builder.job.precision import PrecisionPolicy
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.floor import PhysicalFloor, physical_floor
 from dataset_builder.tracing.graph import TrainingGraph
-from dataset_builder.tracing.layout import RankLayout, rank_layout, unsupported_formats
-from dataset_builder.tracing.trace import build_graph_of
+from dataset_builder.tracing.layout import RankLayout, resolved_layout, unsupported_formats
+from dataset_builder.tracing.trace import GraphBuilder
 from gnn_predictor import __version__
 from gnn_predictor.batch import collate
 from gnn_predictor.checkpoint import Checkpoint, CheckpointError, Interval, load_checkpoint
@@ -257,8 +257,8 @@ class _TracedJob:
 
 def _trace(job: TrainingJob, force: bool) -> _TracedJob:
     job = job.resolved()
-    layout = rank_layout(job)
-    graph = build_graph_of(job, layout)
+    layout = resolved_layout(job)
+    graph = GraphBuilder.of(job, layout).build()
     memory = peak_memory(graph.stages, job, layout)
     formats, shortages = unsupported_formats(job), _memory_shortages(memory, job)
     if (formats or shortages) and not force:

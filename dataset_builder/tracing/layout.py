@@ -66,7 +66,11 @@ class RankLayout:
 
 def rank_layout(job: TrainingJob) -> RankLayout:
     """The layout of a job; raises CannotRunError with the arithmetic of everything that does not divide."""
-    job = job.resolved()
+    return resolved_layout(job.resolved())
+
+
+def resolved_layout(job: TrainingJob) -> RankLayout:
+    """:func:`rank_layout` of a job that is resolved."""
     reasons = [*_rank_problems(job), *_batch_problems(job), *_shape_problems(job)]
     chunks, chunk_reasons = _chunks(job)
     reasons += chunk_reasons

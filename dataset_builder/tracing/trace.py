@@ -6,6 +6,7 @@ of one execution on one rank, and ``repeats[stage, node]``. Cost does not grow w
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.binding import BoundBlock, bind
 from dataset_builder.tracing.graph import Axis, Edge, EdgeKind, OpNode, Phase, StageFacts, TrainingGraph
 from dataset_builder.tracing.job_blocks import JobBlocks, job_blocks
-from dataset_builder.tracing.layout import RankLayout, rank_layout
+from dataset_builder.tracing.layout import RankLayout, resolved_layout
 from dataset_builder.tracing.structure import TRACER_VERSION, element_bytes
 from dataset_builder.tracing.templates import template
 
@@ -27,17 +28,7 @@ from dataset_builder.tracing.templates import template
 def build_graph(job: TrainingJob) -> TrainingGraph:
     """The graph of any valid job; raises CannotRunError when the layout does not divide."""
     job = job.resolved()
-    return build_graph_of(job, rank_layout(job))
-
-
-def build_graph_of(job: TrainingJob, layout: RankLayout) -> TrainingGraph:
-    """The graph of a resolved job with this layout."""
-    return _GraphBuilder(job, layout, job_blocks(job, layout)).build()
-
-
-def stage_facts(job: TrainingJob, layout: RankLayout) -> tuple[StageFacts, ...]:
-    """``build_graph_of(job, layout).stages`` for a fraction of the cost: what memory is made of."""
-    return _GraphBuilder(job, layout, job_blocks(job, layout)).facts()
+    return GraphBuilder.of(job, resolved_layout(job)).build()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +45,8 @@ class _Message:
 
 
 @dataclass
-class _GraphBuilder:
-    """Puts the bound blocks of one job together; used once."""
+class GraphBuilder:
+    """Puts the bound blocks of one job together, once. ``facts`` are known before, for a fraction of the cost."""
 
     job: TrainingJob
     layout: RankLayout
@@ -65,29 +56,35 @@ class _GraphBuilder:
     repeats: list[list[float]] = field(default_factory=list)  # [row][stage]
     rows: list[int] = field(default_factory=list)  # [node] its row of repeats: the nodes of a block share one
 
+    @classmethod
+    def of(cls, job: TrainingJob, layout: RankLayout) -> GraphBuilder:
+        """The builder of a resolved job with this layout."""
+        return cls(job, layout, job_blocks(job, layout))
+
     def build(self) -> TrainingGraph:
         stages = range(len(self.layout.stage_layers))
         last = len(stages) - 1
-        embedding, layers, head = self._bound_blocks()
+        embedding, layers, head = self._bound_blocks
         chain = [(embedding, self._add(embedding, [float(stage == 0) for stage in stages]))]
         for block, counts in layers:
             chain.append((block, self._add(block, [float(counts[stage]) for stage in stages])))
         chain.append((head, self._add(head, [float(stage == last) for stage in stages])))
         self._connect(chain)
-        facts = self._facts(embedding, head, layers)
         self._pipeline_messages(head.output_dtype if not layers else layers[0][0].output_dtype, chain)
-        self._data_parallel(facts, chain, layers)
+        self._data_parallel(self.facts, chain, layers)
         repeats = np.array(self.repeats, dtype=np.float64)[self.rows].T.copy()
         edges = tuple(Edge(source, target, kind) for (source, target), kind in sorted(self.edges.items()))
         return TrainingGraph(
-            tuple(self.nodes), edges, repeats, facts, self.layout.num_microbatches, self._fingerprint(), TRACER_VERSION
+            tuple(self.nodes),
+            edges,
+            repeats,
+            self.facts,
+            self.layout.num_microbatches,
+            self._fingerprint(),
+            TRACER_VERSION,
         )
 
-    def facts(self) -> tuple[StageFacts, ...]:
-        """What every stage holds, without a graph."""
-        embedding, layers, head = self._bound_blocks()
-        return self._facts(embedding, head, layers)
-
+    @functools.cached_property
     def _bound_blocks(self) -> tuple[BoundBlock, list[tuple[BoundBlock, Counter[int]]], BoundBlock]:
         """The embedding, every kind of layer with its count on each stage, and the head."""
         groups: dict[str, int] = {axis: group.size for axis, group in self.layout.groups.items()}
@@ -150,9 +147,10 @@ class _GraphBuilder:
 
     # ---- what a stage holds
 
-    def _facts(
-        self, embedding: BoundBlock, head: BoundBlock, layers: list[tuple[BoundBlock, Counter[int]]]
-    ) -> tuple[StageFacts, ...]:
+    @functools.cached_property
+    def facts(self) -> tuple[StageFacts, ...]:
+        """What every stage holds: what its memory is made of."""
+        embedding, layers, head = self._bound_blocks
         model, last = self.job.model, len(self.layout.stage_layers) - 1
         facts = []
         for stage, indices in enumerate(self.layout.stage_layers):
