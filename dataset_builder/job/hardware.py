@@ -12,7 +12,7 @@ from importlib import resources
 from typing import Annotated, Any, Literal, cast
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dataset_builder.job.values import Count, Frozen
 
@@ -53,6 +53,15 @@ class DeviceSpec(Frozen):
 
     def __hash__(self) -> int:
         return hash((self.name, self.hbm_bytes, self.hbm_bytes_per_s))  # a mapping among the fields has none
+
+    @field_validator("intra_node", "inter_node")
+    @classmethod
+    def _links_are_known(cls, value: str | None) -> str | None:
+        try:
+            return value and canonical_link(value)
+        except KeyError as error:
+            hint = f" (did you mean {error.args[0]}?)" if error.args[0] else f"; it has {', '.join(link_names())}"
+            raise ValueError(f"expected a link of the catalogue{hint}") from None
 
     def supports(self, fmt: str) -> bool:
         """Whether the device has hardware for this format (tf32 is fp32 on devices without it, so not supported)."""

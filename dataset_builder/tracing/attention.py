@@ -134,7 +134,9 @@ class Attention(nn.Module):
         )
         # Transformer-XL projects its relative positions in every layer; T5 (which has cross-attention) has one table
         if structure.position_embedding == "relative" and structure.causal and not structure.cross_attention:
-            self.relative = Linear(context, "relative", (hidden, self.query), "columns")
+            # Every rank knows all positions, so none are gathered where the sequence is scattered.
+            split = "none" if context.is_scattered else "columns"
+            self.relative = Linear(context, "relative", (hidden, self.query), split)
 
     def _project(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         parts = {name: layer(memory if name == "cross_kv" else x) for name, layer in self.inputs.items()}
