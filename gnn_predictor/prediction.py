@@ -351,6 +351,9 @@ def _prediction(traced: _TracedJob, times: JobTimes, checkpoint: Checkpoint) -> 
         parts, iteration_s = _critical_path(traced, times)
     outside_reasons = outside(traced.job, checkpoint.config.domain)
     low, high = _bounds(iteration_s, times.spread, checkpoint.config.interval, not outside_reasons)
+    if not all(map(math.isfinite, (iteration_s, low, high))):
+        where = f"checkpoint {checkpoint.path or checkpoint.config.name}"
+        raise CheckpointError(f"{where}: its answer for {traced.job.name or 'this job'} is no finite time")
     return Prediction(
         job=traced.job,
         num_microbatches=traced.layout.num_microbatches,

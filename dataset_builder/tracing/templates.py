@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gzip
 import json
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _FILE = "templates.json.gz"  # one gzip member per template; together they are lines of JSON
 _INDEX = "templates.index.json"
+_TRACING = threading.Lock()  # the autocast rules are set for the whole process while a block is traced
 _PORTS = ("input", "output", "output_gradient", "input_gradient", "weight_gradient")
 
 
@@ -137,7 +139,10 @@ def trace_structure(structure: BlockStructure) -> dict[str, Any]:
 def template(structure: BlockStructure) -> StoredTemplate:
     """The template of a structure: from the shipped file, else traced now (a fraction of a second)."""
     data = _shipped(structure)
-    return from_json(json.loads(json.dumps(trace_structure(structure))) if data is None else data)
+    if data is None:
+        with _TRACING:
+            data = json.loads(json.dumps(trace_structure(structure)))
+    return from_json(data)
 
 
 @functools.cache
