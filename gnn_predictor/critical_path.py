@@ -91,10 +91,27 @@ class JobTimes:
         return replace(self, path=path, **{name: getattr(self, name) * factor for name in names})
 
 
-def breakdown(graph: TrainingGraph, arrays: GraphArrays, times: JobTimes, device: DeviceSpec) -> Breakdown:
+@dataclass(frozen=True)
+class StepDetail:
+    """What a prediction was added up from: the graph, its arrays, and the times of its n nodes and S stages."""
+
+    graph: TrainingGraph
+    arrays: GraphArrays
+    times: JobTimes
+
+    @property
+    def node_executions(self) -> Floats:
+        """How often the critical path runs each node. [n]"""
+        weight = self.arrays.entry_weight.astype(np.float64)
+        weight *= _executions(self.arrays, self.times)[self.arrays.entry_cell]
+        runs = np.bincount(self.arrays.entry_node, weights=weight, minlength=len(self.graph.nodes))
+        return runs.astype(np.float64)
+
+
+def breakdown(detail: StepDetail, device: DeviceSpec) -> Breakdown:
     """Sums node times along the critical path."""
-    weight = arrays.entry_weight.astype(np.float64) * _executions(arrays, times)[arrays.entry_cell]
-    per_node = np.bincount(arrays.entry_node, weights=weight, minlength=len(graph.nodes))
+    graph, times = detail.graph, detail.times
+    per_node = detail.node_executions
     exposed = per_node * times.exposed_s
     hidden = per_node * times.seconds - exposed
     kernels: dict[tuple[str, str, str], float] = defaultdict(float)  # by kind, input format and bound
@@ -107,7 +124,7 @@ def breakdown(graph: TrainingGraph, arrays: GraphArrays, times: JobTimes, device
             hidden_axis[axis] += hidden_s
             messages[node.input_dtype] += seconds
         elif seconds:
-            kernels[node.kind, node.input_dtype, _bound(node, device)] += seconds
+            kernels[node.kind, node.input_dtype, kernel_bound(node, device)] += seconds
     host = {"host": _host_s(times)}
     by_bound: dict[str, dict[str, float]] = {}
     for (kind, _, bound), seconds in kernels.items():
@@ -126,7 +143,7 @@ def breakdown(graph: TrainingGraph, arrays: GraphArrays, times: JobTimes, device
     )
 
 
-def _bound(node: OpNode, device: DeviceSpec) -> str:
+def kernel_bound(node: OpNode, device: DeviceSpec) -> str:
     """What a kernel's shortest time is made of on this device."""
     compute_s = node.flops / device.peak(node.input_dtype)
     memory_s = (node.bytes_read + node.bytes_written) / device.hbm_bytes_per_s

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataset_builder.command_line import CommandParser
@@ -77,6 +78,7 @@ def _parser() -> CommandParser:
         "--compare", metavar="KEY.PATH=V1,V2", action="extend", nargs="+", default=[],
         help="predicts every combination of these values; speed-ups are over the first",
     )  # fmt: skip
+    parser.add_argument("--trace", metavar="OUT.json", help="writes the step's timeline, for ui.perfetto.dev")
     parser.add_argument("--force", action="store_true", help="predict even a job that cannot run")
     parser.complete_settings(settings, choices)
     return parser
@@ -93,6 +95,8 @@ def _answer_all(options: argparse.Namespace) -> int:
     texts = itertools.chain.from_iterable(job_texts(source) for source in options.jobs)
     for number, text in enumerate(texts, start=1):
         is_one_of_many = len(options.jobs) > 1 or text.is_line
+        if options.trace:
+            _check_report("--trace", options.trace, is_one_of_many)
         try:
             with working(f"job {number}: {text.name}" if is_one_of_many else text.name):
                 answer = _compare(text, settings, choices, options) if choices else _predict(text, settings, options)
@@ -104,6 +108,7 @@ def _answer_all(options: argparse.Namespace) -> int:
             if options.format == "json":
                 _write_json({"source": text.name, "exit_code": error.exit_code, "reasons": error.reasons}, None)
             continue
+        _write_reports(answer, options)
         _write(answer, options.format, None if is_one_of_many else 1)
         worst = max(worst, CANNOT_RUN if _has_nothing_that_runs(answer) else OK)
     return worst
@@ -142,6 +147,28 @@ def _compare(
 
     torch.set_num_threads(1)
     return compare(variants, options.checkpoint, options.force)
+
+
+def _check_report(option: str, path: str, is_one_of_many: bool) -> None:
+    """Before anything is computed: a report is of one job, and has a place to go."""
+    if is_one_of_many:
+        raise _BadUsage(f"{option} {path}: got several jobs; expected one")
+    if not Path(path).parent.is_dir() or Path(path).is_dir():
+        raise _BadUsage(f"{option} {path}: expected a file in a folder that exists")
+
+
+def _write_reports(answer: Prediction | Comparison, options: argparse.Namespace) -> None:
+    """The files asked for beside the answer; none when no variant of a comparison runs."""
+    if not options.trace or _has_nothing_that_runs(answer):
+        return
+    from gnn_predictor.report.files import write_trace
+
+    try:
+        note = write_trace(Path(options.trace), answer, options.checkpoint)
+    except OSError as error:
+        raise _BadUsage(f"--trace {options.trace}: {error.strerror}") from None
+    if note:
+        _print_error(f"--trace {options.trace}: {note}")
 
 
 def _has_nothing_that_runs(answer: Prediction | Comparison) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from typing import Any, overload
 
@@ -32,7 +32,7 @@ from dataset_builder.tracing.trace import GraphBuilder
 from gnn_predictor import __version__
 from gnn_predictor.batch import collate
 from gnn_predictor.checkpoint import Checkpoint, CheckpointError, Interval, load_checkpoint
-from gnn_predictor.critical_path import Breakdown, JobTimes, breakdown
+from gnn_predictor.critical_path import Breakdown, JobTimes, StepDetail, breakdown
 from gnn_predictor.domain import outside
 from gnn_predictor.features import SLOTS, GraphArrays, featurize
 from gnn_predictor.memory import RELATIVE_ERROR, StageMemory, peak_memory
@@ -214,6 +214,16 @@ def predict(
     return predictions[0] if isinstance(job, TrainingJob) else predictions
 
 
+def predict_in_detail(
+    job: TrainingJob, checkpoint: str | PathLike[str] | Checkpoint | None = None, force: bool = False
+) -> tuple[Prediction, StepDetail]:
+    """As :func:`predict` of one job, with what the prediction was added up from."""
+    traced = _trace(job, force)
+    loaded = checkpoint if isinstance(checkpoint, Checkpoint) else load_checkpoint(checkpoint)
+    (estimate,) = _estimates([traced], loaded)
+    return _prediction(traced, estimate, loaded), estimate.detail
+
+
 def predict_each(
     jobs: Sequence[TrainingJob], checkpoint: str | PathLike[str] | Checkpoint | None = None, force: bool = False
 ) -> list[Prediction | CannotRunError]:
@@ -234,7 +244,9 @@ def _predict_traced(
     loaded = checkpoint if isinstance(checkpoint, Checkpoint) else load_checkpoint(checkpoint)
     predictions: list[Prediction] = []
     for start in range(0, len(traced), _JOBS_AT_ONCE):
-        predictions += _predict_batch(traced[start : start + _JOBS_AT_ONCE], loaded)
+        together = traced[start : start + _JOBS_AT_ONCE]
+        for each, estimate in zip(together, _estimates(together, loaded), strict=True):
+            predictions.append(_prediction(each, estimate, loaded))
     return predictions
 
 
@@ -332,23 +344,43 @@ def _network(checkpoint: Checkpoint) -> tuple[Ensemble, NetworkConfig]:
         raise CheckpointError(f"{where}: its weights do not fit its config.json ({reason})") from None
 
 
-def _predict_batch(traced: Sequence[_TracedJob], checkpoint: Checkpoint) -> list[Prediction]:
+@dataclass(frozen=True)
+class _Estimate:
+    """A job's times as the network gives them, or raised to the physical floor where they are below it."""
+
+    detail: StepDetail
+    parts: Breakdown
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def iteration_time_s(self) -> float:
+        return sum(self.parts.by_kind.values()) + sum(self.parts.exposed_communication.values())
+
+    @classmethod
+    def of(cls, traced: _TracedJob, times: JobTimes) -> _Estimate:
+        detail = StepDetail(traced.graph, traced.arrays, times)
+        return cls(detail, breakdown(detail, traced.job.cluster.gpu))
+
+    def raised(self, traced: _TracedJob) -> _Estimate:
+        floor, seconds = traced.floor, self.iteration_time_s
+        if seconds >= floor.seconds:
+            return self
+        scaled = _Estimate.of(traced, self.detail.times.scaled(floor.seconds / seconds))
+        return replace(scaled, warnings=(f"raised to the physical floor from {seconds:.4g} s: {floor.arithmetic}",))
+
+
+def _estimates(traced: Sequence[_TracedJob], checkpoint: Checkpoint) -> list[_Estimate]:
     network, config = _network(checkpoint)
     batch = collate([each.arrays for each in traced], config.devices)
     with torch.inference_mode():
         times = network.node_times(batch)
         table = stage_table(batch, times)
         answers = [JobTimes.of(index, batch, times, table) for index in range(len(traced))]
-    return [_prediction(each, answer, checkpoint) for each, answer in zip(traced, answers, strict=True)]
+    return [_Estimate.of(each, answer).raised(each) for each, answer in zip(traced, answers, strict=True)]
 
 
-def _prediction(traced: _TracedJob, times: JobTimes, checkpoint: Checkpoint) -> Prediction:
-    parts, iteration_s = _critical_path(traced, times)
-    warnings = traced.warnings
-    if iteration_s < traced.floor.seconds:
-        warnings = (*warnings, f"raised to the physical floor from {iteration_s:.4g} s: {traced.floor.arithmetic}")
-        times = times.scaled(traced.floor.seconds / iteration_s)
-        parts, iteration_s = _critical_path(traced, times)
+def _prediction(traced: _TracedJob, estimate: _Estimate, checkpoint: Checkpoint) -> Prediction:
+    times, iteration_s = estimate.detail.times, estimate.iteration_time_s
     outside_reasons = outside(traced.job, checkpoint.config.domain)
     low, high = _bounds(iteration_s, times.spread, checkpoint.config.interval, not outside_reasons)
     if not all(map(math.isfinite, (iteration_s, low, high))):
@@ -363,10 +395,14 @@ def _prediction(traced: _TracedJob, times: JobTimes, checkpoint: Checkpoint) -> 
         iteration_time_high_s=high,
         interval=checkpoint.config.interval.level,
         stages=_stages(traced, times, iteration_s),
-        breakdown=parts,
+        breakdown=estimate.parts,
         fits_memory=traced.fits_memory,
         in_domain=not outside_reasons,
-        warnings=(*warnings, *(f"outside the training data: {reason}" for reason in outside_reasons)),
+        warnings=(
+            *traced.warnings,
+            *estimate.warnings,
+            *(f"outside the training data: {reason}" for reason in outside_reasons),
+        ),
         provenance={
             "checkpoint": checkpoint.config.name,
             "format_version": checkpoint.config.format_version,
@@ -375,11 +411,6 @@ def _prediction(traced: _TracedJob, times: JobTimes, checkpoint: Checkpoint) -> 
         },
         floor=traced.floor,
     )
-
-
-def _critical_path(traced: _TracedJob, times: JobTimes) -> tuple[Breakdown, float]:
-    parts = breakdown(traced.graph, traced.arrays, times, traced.job.cluster.gpu)
-    return parts, sum(parts.by_kind.values()) + sum(parts.exposed_communication.values())
 
 
 def _bounds(seconds: float, spread: float, interval: Interval, in_domain: bool) -> tuple[float, float]:
