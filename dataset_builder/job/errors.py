@@ -5,14 +5,20 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
+MAX_REASONS = 100
+
 
 class JobError(ValueError):
-    """An invalid job. ``reasons`` holds every problem found, each naming key path, value and what would be right."""
+    """An invalid job. ``reasons`` holds every problem found, each naming key path, value and what would be right.
+
+    Of hundreds only the first are kept: such a file is no job, and its author needs no megabytes to see it.
+    """
 
     exit_code = 2
 
     def __init__(self, reasons: Sequence[str], source: str = "job") -> None:
-        self.reasons = tuple(reasons)
+        more = len(reasons) - MAX_REASONS
+        self.reasons = (*reasons[: MAX_REASONS - 1], f"{more + 1} more problems") if more > 0 else tuple(reasons)
         self.source = source
         super().__init__("\n".join(f"{source}: {reason}" for reason in self.reasons))
 
