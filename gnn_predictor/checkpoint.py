@@ -22,6 +22,7 @@ import safetensors.torch
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from gnn_predictor.adapter import Adapter, Shrinkage
 from gnn_predictor.domain import Domain
 from gnn_predictor.features import FEATURE_HASH
 
@@ -72,6 +73,8 @@ class CheckpointConfig(_Value):
     interval: Interval = Interval()
     domain: Domain = Domain()
     training: dict[str, Any] = {}
+    shrinkage: Shrinkage = Shrinkage()  # of an adapter that is fitted on this checkpoint
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,6 +32,9 @@ EDGE_KINDS = ("data", "saved_activation", "communication")
 # Where a node's seconds are summed: compute by phase, then exposed communication by when it runs.
 SLOTS = ("forward", "backward", "recompute", "optimizer", "comm_forward", "comm_backward", "comm_iteration", "hop")
 NUM_SLOTS = len(SLOTS)
+# Where the node features say a node's kind and parallel axis, one column each.
+KIND_COLUMNS = slice(0, len(KINDS))
+AXIS_COLUMNS = slice(len(KINDS) + len(PHASES), len(KINDS) + len(PHASES) + len(AXES))
 
 # (bits, exponent bits, mantissa bits, elements that share a scale; 0: no scale)
 _FORMAT_PROPERTIES: dict[str, tuple[float, float, float, float]] = {

@@ -30,6 +30,7 @@ from dataset_builder.tracing.graph import TrainingGraph
 from dataset_builder.tracing.layout import RankLayout, resolved_layout, unsupported_formats
 from dataset_builder.tracing.trace import GraphBuilder
 from gnn_predictor import __version__
+from gnn_predictor.adapter import effect_of, scaled_times
 from gnn_predictor.batch import collate
 from gnn_predictor.checkpoint import Checkpoint, CheckpointError, Interval, load_checkpoint
 from gnn_predictor.critical_path import Breakdown, JobTimes, StepDetail, breakdown
@@ -332,7 +333,8 @@ def _gigabytes(size_bytes: float) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def _network(checkpoint: Checkpoint) -> tuple[Ensemble, NetworkConfig]:
+def network_of(checkpoint: Checkpoint) -> tuple[Ensemble, NetworkConfig]:
+    """The network of a checkpoint and its configuration; CheckpointError when its weights do not fit it."""
     chosen = checkpoint.config.network.items()
     settings: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in chosen}
     try:
@@ -370,10 +372,13 @@ class _Estimate:
 
 
 def _estimates(traced: Sequence[_TracedJob], checkpoint: Checkpoint) -> list[_Estimate]:
-    network, config = _network(checkpoint)
+    network, config = network_of(checkpoint)
     batch = collate([each.arrays for each in traced], config.devices)
     with torch.inference_mode():
         times = network.node_times(batch)
+        if checkpoint.config.adapter is not None:
+            scales = [effect_of(checkpoint.config.adapter, each.job).log_scales for each in traced]
+            times = scaled_times(batch, times, torch.tensor(scales))
         table = stage_table(batch, times)
         answers = [JobTimes.of(index, batch, times, table) for index in range(len(traced))]
     return [_Estimate.of(each, answer).raised(each) for each, answer in zip(traced, answers, strict=True)]
@@ -382,7 +387,9 @@ def _estimates(traced: Sequence[_TracedJob], checkpoint: Checkpoint) -> list[_Es
 def _prediction(traced: _TracedJob, estimate: _Estimate, checkpoint: Checkpoint) -> Prediction:
     times, iteration_s = estimate.detail.times, estimate.iteration_time_s
     outside_reasons = outside(traced.job, checkpoint.config.domain)
-    low, high = _bounds(iteration_s, times.spread, checkpoint.config.interval, not outside_reasons)
+    calibration = effect_of(checkpoint.config.adapter, traced.job)
+    spread = times.spread * calibration.width_factor
+    low, high = _bounds(iteration_s, spread, checkpoint.config.interval, not outside_reasons)
     if not all(map(math.isfinite, (iteration_s, low, high))):
         where = f"checkpoint {checkpoint.path or checkpoint.config.name}"
         raise CheckpointError(f"{where}: its answer for {traced.job.name or 'this job'} is no finite time")
@@ -402,12 +409,14 @@ def _prediction(traced: _TracedJob, estimate: _Estimate, checkpoint: Checkpoint)
             *traced.warnings,
             *estimate.warnings,
             *(f"outside the training data: {reason}" for reason in outside_reasons),
+            *calibration.warnings,
         ),
         provenance={
             "checkpoint": checkpoint.config.name,
             "format_version": checkpoint.config.format_version,
             "corpus": checkpoint.config.corpus_hash,
             "version": __version__,
+            **calibration.provenance,
         },
         floor=traced.floor,
     )

@@ -1,0 +1,136 @@
+"""What a few measured runs of one cluster add to a trained predictor: a log offset and a log factor per kind of work.
+
+An adapter scales node times (and host times) before stages and schedule are computed, so stages, breakdown and total
+stay consistent. It is a fact of one cluster: it holds on the GPUs and under the frameworks it was measured with, and
+nowhere else. :mod:`gnn_predictor.calibration` fits it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from dataset_builder.job.schema import TrainingJob
+from dataset_builder.tracing.graph import COLLECTIVES, KINDS
+from gnn_predictor.batch import GraphBatch
+from gnn_predictor.domain import Domain, outside
+from gnn_predictor.features import AXES, AXIS_COLUMNS, KIND_COLUMNS
+from gnn_predictor.network import NodeTimes
+
+Mode = Literal["factors", "offset", "none"]
+
+GROUPS = ("gemm", "attention", "memory", "tensor_comm", "data_comm", "other_comm", "host")
+"""Kinds of work with a factor of their own. ``host``: launches from the host, and what every step costs beside."""
+_GROUP_OF_KIND = {"gemm": "gemm", "grouped_gemm": "gemm", "attention": "attention"}  # the other kernels: memory
+_GROUP_OF_AXIS = {"tensor": "tensor_comm", "context": "tensor_comm", "data": "data_comm"}  # the others: other_comm
+_HOST = GROUPS.index("host")
+# Before a run says anything, the uncalibrated width counts as so many runs.
+_PRIOR_RUNS = 4.0
+
+
+class Shrinkage(BaseModel):
+    """How strongly an adapter is drawn to zero: runs' worth of evidence for no offset, and for equal factors.
+
+    In multiples of the squared log error of a run: ``sum(error^2) + offset * offset^2 + factors * sum(factor^2)`` is
+    least.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    offset: Annotated[float, Field(gt=0)] = 0.3
+    factors: Annotated[float, Field(gt=0)] = 3.0
+
+
+class Adapter(BaseModel):
+    """Fitted factors, what they were fitted on, and how well they did on runs that were left out.
+
+    ``error_ratios``: of every run, its log error when it was left out over the half-width of its uncalibrated interval.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    base: str  # name of the checkpoint it was fitted on
+    num_runs: Annotated[int, Field(ge=1)]
+    mode: Mode
+    log_offset: Annotated[float, Field(ge=-5, le=5)]
+    log_factors: dict[str, Annotated[float, Field(ge=-5, le=5)]]
+    gpus: tuple[str, ...]
+    frameworks: tuple[str, ...]
+    domain: Domain
+    error_ratios: tuple[Annotated[float, Field(ge=0)], ...]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What an adapter does to one job: log factor of every group, offset included, and the factor on its interval."""
+
+    log_scales: tuple[float, ...] = (0.0,) * len(GROUPS)
+    width_factor: float = 1.0
+    warnings: tuple[str, ...] = ()
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+
+def effect_of(adapter: Adapter | None, job: TrainingJob) -> Effect:
+    """Nothing without an adapter, or for a job that is none of its cluster's; unknown software is the cluster's.
+
+    The interval is narrower only amid what was measured.
+    """
+    if adapter is None:
+        return Effect()
+    about = {"base": adapter.base, "runs": adapter.num_runs, "mode": adapter.mode}
+    gpu, framework = job.cluster.gpu.name, job.software.framework
+    reason = None
+    if gpu not in adapter.gpus:
+        reason = f"cluster.gpu: measured on {', '.join(adapter.gpus)}, the job runs on {gpu}"
+    elif framework and adapter.frameworks and framework not in adapter.frameworks:
+        reason = f"software.framework: measured with {', '.join(adapter.frameworks)}, the job runs {framework}"
+    if reason:
+        return Effect(warnings=(f"not calibrated: {reason}",), provenance={"calibration": {**about, "applied": False}})
+    unlike = outside(job, adapter.domain)
+    width = width_factor(adapter.error_ratios)
+    return Effect(
+        log_scales=tuple(adapter.log_offset + adapter.log_factors[group] for group in GROUPS),
+        width_factor=max(1.0, width) if unlike else width,
+        warnings=tuple(f"outside the calibrating runs: {each}" for each in unlike),
+        provenance={"calibration": {**about, "applied": True}},
+    )
+
+
+def width_factor(error_ratios: Sequence[float]) -> float:
+    """Half-width of the 90% interval over the uncalibrated one, given left-out log errors over the uncalibrated one.
+
+    Log errors are taken as Laplace distributed with an unknown scale that has a conjugate (inverse gamma) prior worth
+    ``_PRIOR_RUNS`` runs; the next error then follows a Lomax distribution, whose 90% quantile this is. Without runs it
+    is 1; many runs bring it to the 90% quantile of a Laplace distribution of their mean ratio.
+    """
+    prior = 1.0 / (10.0 ** (1.0 / _PRIOR_RUNS) - 1.0)  # the prior runs' sum of ratios that makes it 1 without runs
+    return float((prior + sum(error_ratios)) * (10.0 ** (1.0 / (_PRIOR_RUNS + len(error_ratios))) - 1.0))
+
+
+def scaled_times(batch: GraphBatch, times: NodeTimes, log_scales: Tensor) -> NodeTimes:
+    """Node and host times under ``log_scales`` [B, group]."""
+    node = torch.exp(log_scales[batch.node_graph, _node_groups(batch)])
+    host = torch.exp(log_scales[:, _HOST])
+    return replace(
+        times,
+        seconds=times.seconds * node,
+        exposed_s=times.exposed_s * node,
+        host_s_per_launch=times.host_s_per_launch * host,
+        overhead_s=times.overhead_s * host,
+    )
+
+
+def _node_groups(batch: GraphBatch) -> Tensor:
+    """Index into :data:`GROUPS` of every node. [N]"""
+    kind = batch.node_features[:, KIND_COLUMNS].argmax(dim=1)
+    has_axis, axis = batch.node_features[:, AXIS_COLUMNS].max(dim=1)
+    axis = torch.where(has_axis > 0, axis, torch.full_like(axis, AXES.index("data")))
+    of_kind = torch.tensor([GROUPS.index(_GROUP_OF_KIND.get(name, "memory")) for name in KINDS])
+    of_axis = torch.tensor([GROUPS.index(_GROUP_OF_AXIS.get(name, "other_comm")) for name in AXES])
+    is_message = torch.tensor([name in COLLECTIVES for name in KINDS])
+    return torch.where(is_message[kind], of_axis[axis], of_kind[kind])
