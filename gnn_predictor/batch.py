@@ -28,6 +28,8 @@ class GraphBatch:
     log_roofline_s: Tensor  # [N]
     launches: Tensor  # [N]
     is_overlappable: Tensor  # [N]
+    is_weight_gradient: Tensor  # [N]
+    is_hidden_in_pairs: Tensor  # [N]
     node_graph: Tensor  # [N] graph of each node
     edge_index: Tensor  # [2, E]
     edge_kind: Tensor  # [E]
@@ -69,6 +71,8 @@ def collate(graphs: Sequence[GraphArrays], devices: Sequence[str]) -> GraphBatch
         log_roofline_s=joined("log_roofline_s"),
         launches=joined("launches"),
         is_overlappable=joined("is_overlappable"),
+        is_weight_gradient=joined("is_weight_gradient"),
+        is_hidden_in_pairs=joined("is_hidden_in_pairs"),
         node_graph=torch.from_numpy(np.repeat(np.arange(len(graphs)), num_nodes)),
         edge_index=joined("edge_index", node_offset, axis=1),
         edge_kind=joined("edge_kind"),

@@ -17,15 +17,17 @@ from numpy.typing import NDArray
 from dataset_builder.job.hardware import DeviceSpec
 from dataset_builder.tracing.graph import COLLECTIVES, OpNode, TrainingGraph
 from gnn_predictor.batch import GraphBatch, pipeline_shape
+from gnn_predictor.event_order import last_to_step
 from gnn_predictor.features import AXES, NUM_SLOTS, SLOTS, GraphArrays
-from gnn_predictor.network import NodeTimes, StageTable
-from gnn_predictor.schedule import Makespan, pipeline_makespan
+from gnn_predictor.network import NodeTimes, StageTable, stage_times
+from gnn_predictor.schedule import TIMES, Makespan, pipeline_makespan
 
 Floats = NDArray[np.float64]
 _SLOT = {name: index for index, name in enumerate(SLOTS)}
 _FORWARD = [_SLOT[name] for name in ("forward", "comm_forward")]
 _BACKWARD = [_SLOT[name] for name in ("backward", "recompute", "comm_backward")]
 _STEP = [_SLOT[name] for name in ("optimizer", "comm_iteration")]
+_TIME = {name: index for index, name in enumerate(TIMES)}
 GEMM_KINDS = ("gemm", "grouped_gemm")
 # What the next kernel waits at least after a launch; a kernel whose roofline is shorter gains nothing from a format.
 _LAUNCH_S = 5e-6
@@ -58,6 +60,7 @@ class JobTimes:
     slots: Floats  # [S, NUM_SLOTS] device seconds per microbatch, or per iteration
     forward_s: Floats  # [S] per microbatch, with exposed communication, at least the host's time
     backward_s: Floats  # [S] the same with recompute
+    stage_s: Floats  # [len(TIMES), S] these two and their parts that a schedule treats apart
     iteration_s: Floats  # [S] optimizer and exposed data-parallel communication
     path: Makespan
 
@@ -66,12 +69,13 @@ class JobTimes:
         """Job ``index`` of a batch."""
         rows, nodes = list(batch.stage_rows[index]), batch.node_graph == index
         forward, backward, shape = _numpy(table.forward_s[rows]), _numpy(table.backward_s[rows]), batch.shapes[index]
+        stage_s = _numpy(stage_times(table, rows))
         if shape.num_ranks == 1:
-            counts = np.array([float(shape.num_microbatches)])
-            path = Makespan(float((forward + backward)[0]) * shape.num_microbatches, counts, counts, 0.0)
+            counts = np.zeros_like(stage_s)
+            counts[[_TIME["forward"], _TIME["backward"]]] = shape.num_microbatches
+            path = Makespan(float((forward + backward)[0]) * shape.num_microbatches, counts, 0.0)
         else:
-            hop_s = float(table.hop_s[rows].sum()) / shape.num_hops
-            path = pipeline_makespan(shape, forward.tolist(), backward.tolist(), hop_s)
+            path = pipeline_makespan(shape, stage_s, float(table.hop_s[rows].sum()) / shape.num_hops)
         return cls(
             seconds=_numpy(times.seconds[nodes]),
             exposed_s=_numpy(times.exposed_s[nodes]),
@@ -80,13 +84,14 @@ class JobTimes:
             slots=_numpy(table.slots[rows]),
             forward_s=forward,
             backward_s=backward,
+            stage_s=stage_s,
             iteration_s=_numpy(table.iteration_s[rows]),
             path=path,
         )
 
     def scaled(self, factor: float) -> JobTimes:
         """Every second times ``factor``; the critical path stays where it is."""
-        names = ("seconds", "exposed_s", "overhead_s", "slots", "forward_s", "backward_s", "iteration_s")
+        names = ("seconds", "exposed_s", "overhead_s", "slots", "forward_s", "backward_s", "stage_s", "iteration_s")
         path = replace(self.path, seconds=self.path.seconds * factor)
         return replace(self, path=path, **{name: getattr(self, name) * factor for name in names})
 
@@ -100,20 +105,23 @@ class StepDetail:
     times: JobTimes
 
     @property
-    def node_executions(self) -> Floats:
-        """How often the critical path runs each node. [n]"""
+    def node_executions(self) -> tuple[Floats, Floats]:
+        """How often the critical path runs each node, and how often it waits for it. Two of [n]"""
         weight = self.arrays.entry_weight.astype(np.float64)
-        weight *= _executions(self.arrays, self.times)[self.arrays.entry_cell]
-        runs = np.bincount(self.arrays.entry_node, weights=weight, minlength=len(self.graph.nodes))
-        return runs.astype(np.float64)
+        node, count = self.arrays.entry_node, len(self.graph.nodes)
+        runs, waits = (
+            np.bincount(node, weights=weight * each, minlength=count).astype(np.float64)
+            for each in _executions(self.arrays, self.times)
+        )
+        return runs, waits
 
 
 def breakdown(detail: StepDetail, device: DeviceSpec) -> Breakdown:
     """Sums node times along the critical path."""
     graph, times = detail.graph, detail.times
-    per_node = detail.node_executions
-    exposed = per_node * times.exposed_s
-    hidden = per_node * times.seconds - exposed
+    runs, waits = detail.node_executions
+    exposed = waits * times.exposed_s
+    hidden = runs * times.seconds - exposed
     kernels: dict[tuple[str, str, str], float] = defaultdict(float)  # by kind, input format and bound
     messages: dict[str, float] = defaultdict(float)  # by format
     exposed_axis, hidden_axis = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0)
@@ -125,7 +133,7 @@ def breakdown(detail: StepDetail, device: DeviceSpec) -> Breakdown:
             messages[node.input_dtype] += seconds
         elif seconds:
             kernels[node.kind, node.input_dtype, kernel_bound(node, device)] += seconds
-    host = {"host": _host_s(times)}
+    host = {"host": _host_s(detail.arrays, times)}
     by_bound: dict[str, dict[str, float]] = {}
     for (kind, _, bound), seconds in kernels.items():
         bounds = by_bound.setdefault(kind, dict.fromkeys(("compute", "memory", "launch"), 0.0))
@@ -159,28 +167,53 @@ def _summed(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
     return dict(sums)
 
 
-def _executions(arrays: GraphArrays, times: JobTimes) -> Floats:
-    """How often the critical path runs each cell (distinct stage and slot). [K * NUM_SLOTS]"""
-    path, last = times.path, int(times.iteration_s.argmax())
-    num_hops = max(1, pipeline_shape(arrays).num_hops)
-    executions = np.zeros((len(arrays.cell_launches) // NUM_SLOTS, NUM_SLOTS))
+def _executions(arrays: GraphArrays, times: JobTimes) -> tuple[Floats, Floats]:
+    """How often the critical path runs each entry (a node in a distinct stage), and how often it waits for it. [M]
+
+    They differ for messages that are hidden beside a pass of the other direction.
+    """
+    path, shape = times.path, pipeline_shape(arrays)
+    num_hops, last = max(1, shape.num_hops), last_to_step(shape, times.iteration_s.tolist())
+    runs = np.zeros((len(arrays.cell_launches) // NUM_SLOTS, NUM_SLOTS))
+    apart, hidden = np.zeros_like(runs), np.zeros_like(runs)
+    messages = _stage_slots(arrays, arrays.is_hidden_in_pairs * times.exposed_s)
     for stage, row in enumerate(arrays.stage_class.tolist()):
-        executions[row, _FORWARD] += path.forward_counts[stage]
-        executions[row, _BACKWARD] += path.backward_counts[stage]
-        executions[row, _SLOT["hop"]] += path.hop_counts / num_hops  # a hop takes the mean of all sends
-        if stage == last:
-            executions[row, _STEP] += 1.0
-    return executions.reshape(-1)
+        runs[row, _FORWARD] += path.forward_counts[stage]
+        runs[row, _BACKWARD] += path.backward_counts[stage]
+        runs[row, _SLOT["hop"]] += path.hop_counts / num_hops  # a hop takes the mean of all sends
+        if stage in last:
+            runs[row, _STEP] += 1.0
+        apart[row, _SLOT["backward"]] += path.counts[_TIME["weight_gradient"], stage]
+        for slot, times_row in (
+            (_SLOT["comm_forward"], _TIME["hidden_forward"]),
+            (_SLOT["comm_backward"], _TIME["hidden_backward"]),
+        ):
+            if messages[stage, slot] > 0:
+                share = times.stage_s[times_row, stage] / messages[stage, slot]
+                hidden[row, slot] += path.counts[times_row, stage] * share
+    cell, node = arrays.entry_cell, arrays.entry_node
+    of_entry = runs.reshape(-1)[cell] + arrays.is_weight_gradient[node] * apart.reshape(-1)[cell]
+    return of_entry, of_entry + arrays.is_hidden_in_pairs[node] * hidden.reshape(-1)[cell]
 
 
-def _host_s(times: JobTimes) -> float:
+def _stage_slots(arrays: GraphArrays, node_s: Floats) -> Floats:
+    """Node seconds summed over every stage's slots. [S, NUM_SLOTS]"""
+    seconds = arrays.entry_weight.astype(np.float64) * node_s[arrays.entry_node]
+    cells = np.bincount(arrays.entry_cell, weights=seconds, minlength=len(arrays.cell_launches))
+    return np.asarray(cells.reshape(-1, NUM_SLOTS)[arrays.stage_class])
+
+
+def _host_s(arrays: GraphArrays, times: JobTimes) -> float:
     """Seconds of the critical path in which the device waits for the host: slow launches, and what every step costs."""
+    path = times.path
     forward = times.forward_s - times.slots[:, _FORWARD].sum(axis=1)
     backward = times.backward_s - times.slots[:, _BACKWARD].sum(axis=1)
-    last = int(times.iteration_s.argmax())
-    step = times.iteration_s[last] - times.slots[last, _STEP].sum()
-    waiting = float(times.path.forward_counts @ forward + times.path.backward_counts @ backward + step)
-    return max(0.0, waiting) + times.overhead_s
+    apart_s = _stage_slots(arrays, arrays.is_weight_gradient * times.exposed_s)[:, _SLOT["backward"]]
+    apart = times.stage_s[_TIME["weight_gradient"]] - apart_s
+    last = list(last_to_step(pipeline_shape(arrays), times.iteration_s.tolist()))
+    step = times.iteration_s[last].sum() - times.slots[np.ix_(last, _STEP)].sum()
+    waiting = float(path.forward_counts @ forward + path.backward_counts @ backward + step)
+    return max(0.0, waiting + float(path.counts[_TIME["weight_gradient"]] @ apart)) + times.overhead_s
 
 
 def _largest_first(seconds: Mapping[str, float]) -> dict[str, float]:

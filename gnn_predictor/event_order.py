@@ -10,14 +10,17 @@ gradients of its weights, which nobody waits for and which fill bubbles.
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from dataset_builder.job.parallel import FOLDED_SCHEDULES
+
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(4)
-# Schedules whose two chunks of a rank are folded to a V: the rank that embeds also has the head.
-FOLDED = ("zero_bubble_v", "dualpipe_v")
 # Schedules that run a forward and a backward pass as one event, side by side.
 PAIRED = ("dualpipe", "dualpipe_v")
+# Schedules that run weight gradients apart from the rest of a backward pass.
+SPLIT = ("zero_bubble", "zero_bubble_2p", "zero_bubble_v", *PAIRED)
 
 
 class Task(NamedTuple):
@@ -43,18 +46,25 @@ class PipelineShape:
     @property
     def num_hops(self) -> int:
         """Hand-overs of one microbatch between ranks: forward and backward, between all pieces (but at a V's tip)."""
-        return 2 * (self.num_ranks * self.num_chunks - 1 - (self.schedule in FOLDED))
+        return 2 * (self.num_ranks * self.num_chunks - 1 - (self.schedule in FOLDED_SCHEDULES))
 
     def stage_of(self, piece: int) -> int:
         """The pipeline stage that a piece belongs to."""
-        if self.schedule in FOLDED:
+        if self.schedule in FOLDED_SCHEDULES:
             return min(piece, 2 * self.num_ranks - 1 - piece)
         return piece % self.num_ranks
 
 
 def stages_of_rank(shape: PipelineShape, rank: int) -> tuple[int, ...]:
     """The pipeline stages whose weights a rank holds: DualPipe's ranks also hold those of the opposite one."""
-    return (rank, shape.num_ranks - 1 - rank) if shape.schedule == "dualpipe" else (rank,)
+    opposite = shape.num_ranks - 1 - rank
+    return (rank, opposite) if shape.schedule == "dualpipe" and opposite != rank else (rank,)
+
+
+def last_to_step(shape: PipelineShape, step_s: Sequence[float]) -> tuple[int, ...]:
+    """The stages of the rank whose optimizer steps take longest; ``step_s`` [num_stages]."""
+    ranks = [stages_of_rank(shape, rank) for rank in range(shape.num_ranks)]
+    return max(ranks, key=lambda stages: sum(step_s[stage] for stage in stages))
 
 
 def in_flight_microbatches(shape: PipelineShape) -> tuple[float, ...]:
@@ -244,3 +254,17 @@ def _paired(position: int, depth: int, count: int) -> list[tuple[tuple[int, int,
     while late:
         catch_up()
     return events
+
+
+def paired_passes(shape: PipelineShape) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Of every stage, how many of its microbatches' forward and how many backward passes run in pairs."""
+    forward, backward = [0.0] * shape.num_ranks, [0.0] * shape.num_ranks
+    if shape.schedule not in PAIRED:
+        return tuple(forward), tuple(backward)
+    fewest = 2 * shape.num_ranks  # beyond, every further microbatch runs in pairs only
+    for rank in range(shape.num_ranks):
+        for event in rank_order(replace(shape, num_microbatches=fewest), rank):
+            for kind, piece, _ in event if len(event) > 1 else ():
+                (forward if kind == FORWARD else backward)[shape.stage_of(piece)] += 1.0 / shape.num_chunks
+    further = shape.num_microbatches - fewest
+    return tuple(count + further for count in forward), tuple(count + further for count in backward)

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from dataset_builder.job.schema import SoftwareStack, TrainingJob
 from dataset_builder.tracing.graph import COLLECTIVES, KINDS, OpNode, TrainingGraph
 from dataset_builder.tracing.layout import AxisGroup, RankLayout
 from dataset_builder.tracing.work import roofline_s
+from gnn_predictor.event_order import PAIRED, SPLIT
 
 FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int64]
@@ -73,6 +74,8 @@ class GraphArrays:
     log_roofline_s: FloatArray  # [N]
     launches: FloatArray  # [N]
     is_overlappable: FloatArray  # [N] 1 where the node is a message
+    is_weight_gradient: FloatArray  # [N] 1 where a split schedule runs the node apart from its backward pass
+    is_hidden_in_pairs: FloatArray  # [N] 1 where the node costs nothing beside a pass of the other direction
     edge_index: IntArray  # [2, E]
     edge_kind: IntArray  # [E]
     entry_node: IntArray  # [M]
@@ -277,6 +280,8 @@ def featurize(job: TrainingJob, graph: TrainingGraph, layout: RankLayout) -> Gra
         log_roofline_s=np.log(np.maximum(rooflines, _LEAST_SECONDS)).astype(np.float32),
         launches=launches.astype(np.float32),
         is_overlappable=np.array([node.kind in COLLECTIVES for node in graph.nodes], dtype=np.float32),
+        is_weight_gradient=_is_weight_gradient(job, graph),
+        is_hidden_in_pairs=_is_hidden_in_pairs(job, graph),
         edge_index=np.array([[e.source for e in graph.edges], [e.target for e in graph.edges]], dtype=np.int64),
         edge_kind=np.array([_EDGE_KIND_INDEX[e.kind] for e in graph.edges], dtype=np.int64),
         entry_node=entry_node.astype(np.int64),
@@ -297,6 +302,32 @@ def featurize(job: TrainingJob, graph: TrainingGraph, layout: RankLayout) -> Gra
 
 
 _LEAST_SECONDS = 1e-9
+
+
+def _is_weight_gradient(job: TrainingJob, graph: TrainingGraph) -> FloatArray:
+    """Backward GEMMs that the gradient which a stage hands back does not depend on; [N], zeros where none is split."""
+    found = np.zeros(len(graph.nodes), dtype=np.float32)
+    if job.parallel.schedule not in SPLIT:
+        return found
+    sources: dict[int, list[int]] = {}
+    for edge in graph.edges:
+        sources.setdefault(edge.target, []).append(edge.source)
+    handed_back = [i for i, node in enumerate(graph.nodes) if node.module == "pipeline.gradients"]
+    needed = set(handed_back)
+    while handed_back:
+        new = [source for source in sources.get(handed_back.pop(), ()) if source not in needed]
+        needed.update(new)
+        handed_back += new
+    for i, node in enumerate(graph.nodes):
+        is_gemm = node.kind in ("gemm", "grouped_gemm")
+        found[i] = float(is_gemm and node.phase == "backward" and i not in needed)
+    return found
+
+
+def _is_hidden_in_pairs(job: TrainingJob, graph: TrainingGraph) -> FloatArray:
+    """The experts' messages, where forward and backward passes run in pairs and overlap; [N]."""
+    is_hidden = job.parallel.schedule in PAIRED and job.parallel.overlap.pipeline
+    return np.array([is_hidden and node.axis == "expert" for node in graph.nodes], dtype=np.float32)
 
 
 def _slot(node: OpNode) -> int:
@@ -321,11 +352,16 @@ def _row(values: Sequence[float]) -> FloatArray:
     return np.array([values], dtype=np.float32)
 
 
+# The columns that the network reads; the others of GraphArrays say how its node times are added up.
+_NETWORK_INPUTS = ("node_features", "format_features", "node_formats", "log_roofline_s", "launches", "is_overlappable",
+                   "edge_index", "edge_kind", "hardware", "device_name", "software", "workload")  # fmt: skip
+
+
 def _feature_hash() -> str:
     """Identifies the meaning of every input column; a checkpoint of another meaning is refused."""
     names = (KINDS, PHASES, AXES, EDGE_KINDS, SLOTS, _FORMAT_PROPERTIES, _RECIPES, _OP_CLASSES,
              FRAMEWORKS, OPERATOR_SOURCES, ARCHITECTURES, OPTIMIZERS, SHARDINGS, DEVICE_FORMATS,
-             sorted(BYTES_PER_ELEMENT), [f.name for f in fields(GraphArrays)])  # fmt: skip
+             sorted(BYTES_PER_ELEMENT), _NETWORK_INPUTS)  # fmt: skip
     return hashlib.sha256(repr(names).encode()).hexdigest()[:16]
 
 

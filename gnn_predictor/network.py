@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from gnn_predictor.batch import GraphBatch
+from gnn_predictor.event_order import last_to_step
 from gnn_predictor.features import EDGE_KINDS, FORMATS, NUM_SLOTS, SLOTS, GraphArrays
-from gnn_predictor.schedule import DifferentiableMakespan
+from gnn_predictor.schedule import TIMES, DifferentiableMakespan
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,9 @@ class StageTable:
     slots: Tensor  # [K, NUM_SLOTS] device time
     forward_s: Tensor  # [K] with exposed communication, at least the host's time
     backward_s: Tensor  # [K] with recompute and exposed communication
+    weight_gradient_s: Tensor  # [K] of backward_s, what a split schedule runs apart
+    hidden_forward_s: Tensor  # [K] of forward_s, what is hidden beside a backward pass
+    hidden_backward_s: Tensor  # [K] of backward_s, what is hidden beside a forward pass
     iteration_s: Tensor  # [K] optimizer and exposed data-parallel communication
     hop_s: Tensor  # [K] all sends of a microbatch
 
@@ -85,6 +89,7 @@ _HOST_LAUNCH_S = 8e-6  # of the host's time
 _STEP_OVERHEAD_S = 3e-3  # of an iteration, whatever it runs
 _TYPICAL_LOG_SPREAD = -2.3  # log of an expected error of 10%
 _MOST_LOG_FACTOR = 4.0
+_LEAST_S = 1e-12
 
 
 def _limited(log_factor: Tensor) -> Tensor:
@@ -277,13 +282,32 @@ def stage_table(batch: GraphBatch, times: NodeTimes) -> StageTable:
     host_forward = host[:, pick["forward"]] + host[:, pick["comm_forward"]]
     host_backward = host[:, pick["backward"]] + host[:, pick["recompute"]] + host[:, pick["comm_backward"]]
     iteration = slots[:, pick["optimizer"]] + slots[:, pick["comm_iteration"]]
+    forward_s, backward_s = _at_least(forward, host_forward), _at_least(backward, host_backward)
+    weight_gradient = _slots_of(batch, times, batch.is_weight_gradient)[:, pick["backward"]]
+    messages = _slots_of(batch, times, batch.is_hidden_in_pairs)
+    of_forward, of_backward = messages[:, pick["comm_forward"]], messages[:, pick["comm_backward"]]
     return StageTable(
         slots=slots,
-        forward_s=_at_least(forward, host_forward),
-        backward_s=_at_least(backward, host_backward),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        weight_gradient_s=backward_s * weight_gradient / backward.clamp(min=_LEAST_S),
+        hidden_forward_s=torch.minimum(of_forward, (backward_s - of_backward).clamp(min=0)),
+        hidden_backward_s=torch.minimum(of_backward, (forward_s - of_forward).clamp(min=0)),
         iteration_s=_at_least(iteration, host[:, pick["optimizer"]]),
         hop_s=slots[:, pick["hop"]],
     )
+
+
+def _slots_of(batch: GraphBatch, times: NodeTimes, is_meant: Tensor) -> Tensor:
+    """The part of every distinct stage's slots that some nodes [N] make up; [K, NUM_SLOTS]."""
+    seconds = (times.exposed_s * is_meant)[batch.entry_node] * batch.entry_weight
+    return torch.zeros_like(batch.cell_launches).index_add(0, batch.entry_cell, seconds).view(-1, NUM_SLOTS)
+
+
+def stage_times(table: StageTable, rows: Sequence[int]) -> Tensor:
+    """What the schedule is made of, [len(TIMES), stages], for the pipeline stages at these rows of the table."""
+    columns = {name: getattr(table, f"{name}_s") for name in TIMES}
+    return torch.stack([columns[name][list(rows)] for name in TIMES])
 
 
 def _at_least(device_s: Tensor, host_s: Tensor) -> Tensor:
@@ -293,17 +317,18 @@ def _at_least(device_s: Tensor, host_s: Tensor) -> Tensor:
 
 
 def iteration_times(batch: GraphBatch, table: StageTable, overhead_s: Tensor) -> Tensor:
-    """Iteration seconds [B]: the pipeline's makespan, then the slowest stage's optimizer step and reduction."""
+    """Iteration seconds [B]: the pipeline's makespan, then the slowest rank's optimizer step and reduction."""
     results = []
     for shape, rows in zip(batch.shapes, batch.stage_rows, strict=True):
-        tail = table.iteration_s[list(rows)].max()
+        step_s = table.iteration_s[list(rows)]
+        tail = step_s[list(last_to_step(shape, step_s.tolist()))].sum()
         if shape.num_ranks == 1:
             busy = (table.forward_s[rows[0]] + table.backward_s[rows[0]]) * shape.num_microbatches
         else:
             index = list(rows)
             hop = table.hop_s[index].sum() / shape.num_hops
             busy = DifferentiableMakespan.apply(  # type: ignore[no-untyped-call]
-                table.forward_s[index], table.backward_s[index], hop, shape
+                stage_times(table, rows), hop, shape
             )
         results.append(busy + tail)
     return torch.stack(results) + overhead_s

@@ -5,7 +5,8 @@ All times in seconds. Of every stage
     total_s = microbatches * (forward_s + backward_s + recompute_s) + communication_exposed_s + optimizer_s + overhead_s
     iteration_time_s = total_s + bubble_s
 
-and the critical path through all stages is the sum of ``by_kind`` and ``exposed_communication``.
+and the critical path through all stages is the sum of ``by_kind`` and ``exposed_communication``. (A rank of DualPipe
+runs two stages, each for half of the microbatches: ``total_s`` is the mean of theirs, with both optimizer steps.)
 (The file is not named ``predict``: that name in the package is the function.)
 """
 
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from typing import Any, overload
 
+import numpy as np
 import torch
 
 from dataset_builder.job.errors import CannotRunError
@@ -31,13 +33,15 @@ from dataset_builder.tracing.layout import RankLayout, resolved_layout, unsuppor
 from dataset_builder.tracing.trace import GraphBuilder
 from gnn_predictor import __version__
 from gnn_predictor.adapter import effect_of, scaled_times
-from gnn_predictor.batch import collate
+from gnn_predictor.batch import collate, pipeline_shape
 from gnn_predictor.checkpoint import Checkpoint, CheckpointError, Interval, load_checkpoint
 from gnn_predictor.critical_path import Breakdown, JobTimes, StepDetail, breakdown
 from gnn_predictor.domain import outside
+from gnn_predictor.event_order import paired_passes, stages_of_rank
 from gnn_predictor.features import SLOTS, GraphArrays, featurize
 from gnn_predictor.memory import RELATIVE_ERROR, StageMemory, peak_memory
 from gnn_predictor.network import Ensemble, NetworkConfig, stage_table
+from gnn_predictor.schedule import TIMES
 
 SCHEMA_VERSION = 1
 MFU_CONVENTION = "causal attention, no recompute, dense peak of the GEMM format"
@@ -276,7 +280,7 @@ def _trace(job: TrainingJob, force: bool) -> _TracedJob:
     formats, shortages = unsupported_formats(job), _memory_shortages(memory, job)
     if (formats or shortages) and not force:
         raise CannotRunError([*formats, *shortages, "--force predicts anyway"], source=job.name or "job")
-    warnings = (*formats, *shortages, *_hints(job), *_approximations(job), *job.assumed)
+    warnings = (*formats, *shortages, *_hints(job), *job.assumed)
     floor = physical_floor(job, graph, layout)
     return _TracedJob(job, layout, graph, memory, featurize(job, graph, layout), warnings, floor)
 
@@ -292,14 +296,6 @@ def _hints(job: TrainingJob) -> list[str]:
         f"precision: the fp32 GEMMs run {where} {gpu.name}, at {gpu.peak('fp32') / 1e12:g} TFLOP/s at best; "
         f"tf32 would be {ratio:.3g}x faster at peak"
     ]
-
-
-def _approximations(job: TrainingJob) -> list[str]:
-    """What of a job is timed as something simpler."""
-    schedule = job.parallel.schedule
-    if job.parallel.pipeline == 1 or schedule not in ("zero_bubble", "dualpipe"):
-        return []
-    return [f"parallel.schedule: {schedule} is timed as 1f1b, whose bubbles are longer"]
 
 
 def _memory_shortages(memory: Sequence[StageMemory], job: TrainingJob) -> list[str]:
@@ -429,12 +425,16 @@ def _bounds(seconds: float, spread: float, interval: Interval, in_domain: bool) 
 
 
 def _stages(traced: _TracedJob, times: JobTimes, iteration_s: float) -> tuple[StagePrediction, ...]:
-    microbatches = traced.layout.num_microbatches
+    microbatches, shape = traced.layout.num_microbatches, pipeline_shape(traced.arrays)
+    # Of every stage, the messages that run beside a pass of the other direction, which nobody waits for.
+    pairs = np.array(paired_passes(shape))  # [forward or backward, stage]
+    hidden_s = (pairs * times.stage_s[[TIMES.index("hidden_forward"), TIMES.index("hidden_backward")]]).sum(axis=0)
+    busy_s = microbatches * (times.forward_s + times.backward_s) - hidden_s
     stages = []
     for index, facts in enumerate(traced.graph.stages):
         slot = dict(zip(SLOTS, times.slots[index].tolist(), strict=True))
-        busy = microbatches * (times.forward_s[index] + times.backward_s[index]) + times.iteration_s[index]
-        total = float(busy) + times.overhead_s
+        of_rank = list(stages_of_rank(shape, index))
+        total = float(busy_s[of_rank].mean() + times.iteration_s[of_rank].sum()) + times.overhead_s
         bubble = iteration_s - total
         stages.append(
             StagePrediction(
@@ -444,7 +444,8 @@ def _stages(traced: _TracedJob, times: JobTimes, iteration_s: float) -> tuple[St
                 backward_s=float(times.backward_s[index]) - slot["recompute"] - slot["comm_backward"],
                 recompute_s=slot["recompute"],
                 communication_exposed_s=microbatches * (slot["comm_forward"] + slot["comm_backward"])
-                + slot["comm_iteration"],
+                + slot["comm_iteration"]
+                - float(hidden_s[index]),
                 bubble_s=bubble if bubble > _ROUNDING * iteration_s else 0.0,
                 optimizer_s=float(times.iteration_s[index]) - slot["comm_iteration"],
                 overhead_s=times.overhead_s,

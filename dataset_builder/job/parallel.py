@@ -9,11 +9,20 @@ from pydantic import Field, model_validator
 from dataset_builder.job.values import Count, CountOrZero, Frozen, WalkedCount
 
 Sharding = Literal["none", "zero1", "zero2", "zero3", "hsdp"]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "dualpipe"]
+# ``zero_bubble`` is ZB-H1, which needs no more memory than 1F1B; ``zero_bubble_2p`` has the order of ZB-H2.
+Schedule = Literal[
+    "gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_2p", "zero_bubble_v", "dualpipe", "dualpipe_v"
+]
+# Their two model chunks of a rank are folded to a V: the first rank embeds and has the head.
+FOLDED_SCHEDULES = ("zero_bubble_v", "dualpipe_v")
 
 
 class Overlap(Frozen):
-    """Which communication runs beside compute."""
+    """Which communication runs beside compute.
+
+    ``pipeline``: hand-overs between stages and, where a schedule runs forward and backward passes in pairs (DualPipe),
+    the experts' messages of each beside the compute of the other.
+    """
 
     grad_reduce: bool = True
     param_gather: bool = True

@@ -28,7 +28,7 @@ from dataset_builder.job.hardware import (
     link_names,
 )
 from dataset_builder.job.model import ModelSpec
-from dataset_builder.job.parallel import ParallelPlan, Recompute
+from dataset_builder.job.parallel import FOLDED_SCHEDULES, ParallelPlan, Recompute
 from dataset_builder.job.precision import PrecisionPolicy, resolve_precision
 from dataset_builder.job.reasons import reasons_of, shown
 from dataset_builder.job.values import Count, Frozen, WalkedCount
@@ -294,6 +294,9 @@ def _resolved_parallel(job: TrainingJob, notes: list[str]) -> ParallelPlan:
         filled["schedule"] = schedule = "interleaved" if plan.virtual_pipeline > 1 else "1f1b"
         if plan.schedule not in (None, schedule):
             notes.append(f"parallel.schedule: {schedule}, as virtual_pipeline is {plan.virtual_pipeline}")
+    if plan.schedule in FOLDED_SCHEDULES and plan.virtual_pipeline == 1 and plan.pipeline > 1:
+        filled["virtual_pipeline"] = 2
+        notes.append(f"parallel.virtual_pipeline: 2, as {plan.schedule} folds two model chunks a rank to a V")
     if plan.sequence_parallel is None:
         filled["sequence_parallel"] = value = plan.tensor > 1 and family == "megatron-core"
         if plan.tensor > 1:

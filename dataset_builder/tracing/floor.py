@@ -63,6 +63,8 @@ def physical_floor(job: TrainingJob, graph: TrainingGraph, layout: RankLayout) -
     device = job.cluster.gpu
     times = np.array([1.0 if node.per == "iteration" else graph.num_microbatches for node in graph.nodes])
     executions: NDArray[np.float64] = graph.repeats * times  # [num_stages, num_nodes]
+    if job.parallel.schedule == "dualpipe":  # a rank runs half of the microbatches through the opposite stage
+        executions = (executions + executions[::-1]) / 2
     bounds = {
         "compute": _compute(graph, executions, device),
         "memory": _memory(graph, executions, device),

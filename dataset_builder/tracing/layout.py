@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from dataset_builder.job.errors import CannotRunError
 from dataset_builder.job.hardware import LinkSpec, link
+from dataset_builder.job.parallel import FOLDED_SCHEDULES
 from dataset_builder.job.schema import ClusterSpec, TrainingJob
 from dataset_builder.tracing.graph import Axis
 
@@ -44,7 +45,8 @@ class RankLayout:
     ``groups["data"]`` reduces dense gradients: data x context ranks, as Megatron does. ``shard_group`` holds one copy
     of the sharded states (``shard_size`` ranks), ``replica_group`` the copies of one shard (hsdp; size 1 otherwise),
     ``expert_data_group`` the copies of one expert. ``stage_layers[s]``: layer indices of stage s in the order it runs
-    them, encoder layers before decoder layers; ``chunk_layers[s][c]``: those of its model chunk c.
+    them, encoder layers before decoder layers; ``chunk_layers[s][c]``: those of its model chunk c. The embedding is on
+    stage 0, the head on ``head_stage``: the last, or where the chunks are folded to a V, stage 0 again.
     """
 
     tensor: int
@@ -62,6 +64,7 @@ class RankLayout:
     expert_data_group: AxisGroup
     stage_layers: tuple[tuple[int, ...], ...]
     chunk_layers: tuple[tuple[tuple[int, ...], ...], ...]
+    head_stage: int
 
 
 def rank_layout(job: TrainingJob) -> RankLayout:
@@ -71,7 +74,7 @@ def rank_layout(job: TrainingJob) -> RankLayout:
 
 def resolved_layout(job: TrainingJob) -> RankLayout:
     """:func:`rank_layout` of a job that is resolved."""
-    reasons = [*_rank_problems(job), *_batch_problems(job), *_shape_problems(job)]
+    reasons = [*_rank_problems(job), *_batch_problems(job), *_shape_problems(job), *_schedule_problems(job)]
     chunks, chunk_reasons = _chunks(job)
     reasons += chunk_reasons
     if reasons:
@@ -105,6 +108,7 @@ def resolved_layout(job: TrainingJob) -> RankLayout:
         expert_data_group=_group(cluster, expert_data, plan.expert_tensor * plan.expert),
         stage_layers=tuple(tuple(layer for chunk in chunks_of_stage for layer in chunk) for chunks_of_stage in chunks),
         chunk_layers=chunks,
+        head_stage=0 if plan.schedule in FOLDED_SCHEDULES else plan.pipeline - 1,
     )
 
 
@@ -207,13 +211,40 @@ def _shape_problems(job: TrainingJob) -> list[str]:
     return reasons
 
 
+def _schedule_problems(job: TrainingJob) -> list[str]:
+    """What a schedule asks of chunks, stages and microbatches."""
+    plan, batch, reasons = job.parallel, job.batch, []
+    stages, schedule = plan.pipeline, plan.schedule
+    if stages == 1 or schedule in (None, "1f1b", "interleaved"):
+        return []
+    chunks = 2 if schedule in FOLDED_SCHEDULES else 1
+    if plan.virtual_pipeline != chunks:
+        reasons.append(
+            f"parallel.virtual_pipeline: got {plan.virtual_pipeline}; {schedule} runs {chunks} model "
+            f"chunk{'s' if chunks > 1 else ''} a rank"
+        )
+    if schedule == "dualpipe" and stages % 2:
+        reasons.append(f"parallel.pipeline: got {stages}; dualpipe needs an even number of stages")
+    microbatches = batch.global_batch_size // (_resolved_data(job) * batch.micro_batch_size)
+    is_odd = schedule == "dualpipe" and microbatches % 2
+    if schedule in ("dualpipe", "dualpipe_v") and (microbatches < 2 * stages or is_odd):
+        needed = f"{'an even number of ' if schedule == 'dualpipe' else ''}{2 * stages} = 2 x PP{stages} or more"
+        reasons.append(f"batch.global_batch_size: {microbatches} microbatches; {schedule} needs {needed}")
+    return reasons
+
+
 def _chunks(job: TrainingJob) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], list[str]]:
-    """Layers of every model chunk of every stage: chunk c of stage s comes (c x stages + s)-th in the model."""
+    """Layers of every model chunk of every stage: chunk c of stage s comes (c x stages + s)-th in the model.
+
+    Folded to a V, the second chunks go back from the last stage to the first.
+    """
     plan = job.parallel
     layers = job.model.encoder_layers + job.model.decoder_layers
     stages, virtual = plan.pipeline, plan.virtual_pipeline
     slots = stages * virtual
     given = plan.layers_per_stage
+    is_folded = plan.schedule in FOLDED_SCHEDULES
+    stage_of = [min(slot, slots - 1 - slot) if is_folded else slot % stages for slot in range(slots)]
     if slots > max(layers, len(given or ())):
         return (), [f"parallel.pipeline: {layers} layers are fewer than the {slots} model chunks of PP{stages}"]
     if given is None:
@@ -231,7 +262,7 @@ def _chunks(job: TrainingJob) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], 
     elif len(given) == slots:
         counts = list(given)
     elif len(given) == stages and all(count % virtual == 0 for count in given):
-        counts = [count // virtual for _ in range(virtual) for count in given]
+        counts = [given[stage_of[slot]] // virtual for slot in range(slots)]
     else:
         return (), [
             f"parallel.layers_per_stage: got {len(given)} numbers; expected {stages} = PP{stages}"
@@ -239,7 +270,7 @@ def _chunks(job: TrainingJob) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], 
         ]
     starts = [sum(counts[:slot]) for slot in range(slots)]
     by_slot = [tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
-    return tuple(tuple(by_slot[chunk * stages + stage] for chunk in range(virtual)) for stage in range(stages)), []
+    return tuple(tuple(by_slot[s] for s in range(slots) if stage_of[s] == stage) for stage in range(stages)), []
 
 
 def _group(cluster: ClusterSpec, size: int, stride: int) -> AxisGroup:

@@ -63,7 +63,7 @@ class GraphBuilder:
 
     def build(self) -> TrainingGraph:
         stages = range(len(self.layout.stage_layers))
-        last = len(stages) - 1
+        last = self.layout.head_stage
         embedding, layers, head = self._bound_blocks
         chain = [(embedding, self._add(embedding, [float(stage == 0) for stage in stages]))]
         for block, counts in layers:
@@ -151,7 +151,7 @@ class GraphBuilder:
     def facts(self) -> tuple[StageFacts, ...]:
         """What every stage holds: what its memory is made of."""
         embedding, layers, head = self._bound_blocks
-        model, last = self.job.model, len(self.layout.stage_layers) - 1
+        model, last = self.job.model, self.layout.head_stage
         facts = []
         for stage, indices in enumerate(self.layout.stage_layers):
             held = [(block.totals, counts[stage]) for block, counts in layers if counts[stage]]
@@ -213,6 +213,8 @@ class GraphBuilder:
         elements = sizes["b"] * sizes["h"] * (sizes["z"] if is_scattered else sizes["s"])
         sends = [float(chunks if stage < stages - 1 else chunks - 1) for stage in range(stages)]
         returns = [float(chunks if stage > 0 else chunks - 1) for stage in range(stages)]
+        if self.layout.head_stage == 0:  # folded to a V: one chunk up, one down
+            sends = returns = [float((stage > 0) + (stage < stages - 1)) for stage in range(stages)]
         activations = _Message("send_recv", "pipeline.activations", "forward", fmt, "pipeline", stages, "microbatch")
         gradients = _Message("send_recv", "pipeline.gradients", "backward", fmt, "pipeline", stages, "microbatch")
         forward = self._send(activations, elements, sends)
@@ -336,11 +338,12 @@ class GraphBuilder:
     def _tied_embedding(self, chain: list[tuple[BoundBlock, int]], stages: int) -> None:
         """The first and the last stage add up the gradients of the table they share."""
         model = self.job.model
-        if stages == 1 or not model.tie_embeddings or model.head == "classification" or model.lora:
+        last = self.layout.head_stage
+        if last == 0 or not model.tie_embeddings or model.head == "classification" or model.lora:
             return
         embedding, head = chain[0], chain[-1]
         elements = embedding[0].totals["vocabulary_parameters"]
-        repeats = [float(stage in (0, stages - 1)) for stage in range(stages)]
+        repeats = [float(stage in (0, last)) for stage in range(stages)]
         fmt = self.job.precision.grad_reduce or "fp32"
         message = _Message("all_reduce", "embedding.tied", "backward", fmt, "pipeline", 2)
         node = self._send(message, elements, repeats)

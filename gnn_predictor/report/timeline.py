@@ -20,12 +20,14 @@ from typing import Literal
 
 from gnn_predictor.batch import pipeline_shape
 from gnn_predictor.critical_path import JobTimes, StepDetail
-from gnn_predictor.event_order import PipelineShape
+from gnn_predictor.event_order import FORWARD, WEIGHT_GRADIENT, PipelineShape, last_to_step, stages_of_rank
 from gnn_predictor.features import SLOTS
 from gnn_predictor.report.stage_parts import Message, StageParts, stage_parts
-from gnn_predictor.schedule import FORWARD, TimedEvent, timed_events
+from gnn_predictor.schedule import TimedEvent, timed_events
 
-Kind = Literal["forward", "backward", "recompute", "optimizer", "overhead", "communication", "left_out"]
+Kind = Literal[
+    "forward", "backward", "weight_gradient", "recompute", "optimizer", "overhead", "communication", "left_out"
+]
 COMPUTE = "compute"
 # A step of more events than this is cut in its middle, where every microbatch looks like the one before.
 _MOST_EVENTS = 2000
@@ -85,14 +87,18 @@ def timeline(detail: StepDetail) -> Timeline:
     hop_s = float(times.slots[:, SLOTS.index("hop")].sum()) / max(1, shape.num_hops)
     drawn = _drawn(shape, times, hop_s)
     stages = [stage_parts(detail, stage) for stage in range(shape.num_ranks)]
-    slices = [each for event in drawn.events for each in _event_slices(event, stages[event.rank], shape.num_chunks)]
+    slices = [each for event in drawn.events for each in _event_slices(event, stages[event.stage], shape.num_chunks)]
     slices += _sends(drawn.events, stages, hop_s)
-    makespan_s, step_s = times.path.seconds, float(times.iteration_s.max())
+    makespan_s = times.path.seconds
+    step_s = float(times.iteration_s[list(last_to_step(shape, times.iteration_s.tolist()))].sum())
     for stage, parts in enumerate(stages):
         own = [(event, moved) for event, moved in zip(drawn.events, drawn.moved_s, strict=True) if event.rank == stage]
         slices += _gaps(own)
         slices += _hidden_step_messages(stage, parts, [event for event, _ in own])
-        slices += _step_slices(stage, parts, makespan_s)
+        start_s = makespan_s
+        for held in stages_of_rank(shape, stage):
+            slices += _step_slices(stage, stages[held], start_s)
+            start_s += float(times.iteration_s[held])
         slices.append(_compute(stage, "overhead", makespan_s + step_s, times.overhead_s))
     return Timeline(
         slices=_on_lanes(each for each in slices if each.end_s > each.start_s),
@@ -115,19 +121,18 @@ class _Drawn:
 
 
 def _drawn(shape: PipelineShape, times: JobTimes, hop_s: float) -> _Drawn:
-    seconds = (times.forward_s.tolist(), times.backward_s.tolist(), hop_s)
     makespan_s, count = times.path.seconds, _most_drawn(shape)
     if count == shape.num_microbatches:
-        events = timed_events(shape, *seconds)
+        events = timed_events(shape, times.stage_s, hop_s)
         if math.isclose(_end_s(events), makespan_s, rel_tol=_SAME):
             return _Drawn(events, (0.0,) * len(events))
         # Long steps are predicted by extrapolating shorter ones, which is not always how the events fall.
         count = _whole_rounds(count - 1, shape)
     short = dataclasses.replace(shape, num_microbatches=count)
-    events = timed_events(short, *seconds)
+    events = timed_events(short, times.stage_s, hop_s)
     end_s = _end_s(events)
     num_left_out, left_out_s = shape.num_microbatches - count, makespan_s - end_s
-    forward_share = max(seconds[0]) / (max(seconds[0]) + max(seconds[1]))
+    forward_share = float(times.forward_s.max() / (times.forward_s.max() + times.backward_s.max()))
     behind = [_share_before(event, short, forward_share, end_s / 2) for event in events]
     moved = tuple(
         dataclasses.replace(
@@ -149,7 +154,7 @@ def _share_before(event: TimedEvent, shape: PipelineShape, forward_share: float,
     if shape.schedule != "gpipe":
         return float(event.start_s >= middle_s), event.start_s >= middle_s
     is_later = event.microbatch >= shape.num_microbatches // 2
-    if event.direction == FORWARD:
+    if event.kind == FORWARD:
         return forward_share * is_later, is_later
     return (1.0 if is_later else forward_share), is_later
 
@@ -182,8 +187,12 @@ def _gaps(own: Sequence[tuple[TimedEvent, float]]) -> Iterator[Slice]:
 
 def _event_slices(event: TimedEvent, parts: StageParts, num_chunks: int) -> Iterator[Slice]:
     """One event: its compute, the communication hidden beside it, and at its end what the stage waits for."""
-    is_forward = event.direction == FORWARD
+    if event.kind == WEIGHT_GRADIENT:
+        yield _of_event(event, "weight_gradient", event.start_s, event.end_s, parts.backward_dtype)
+        return
+    is_forward = event.kind == FORWARD
     messages = parts.forward_messages if is_forward else parts.backward_messages
+    messages = tuple(_beside(message, event.hidden_s * num_chunks) for message in messages)
     exposed_s = sum(message.exposed_s for message in messages) / num_chunks
     waiting_s = max(event.start_s, event.end_s - exposed_s)
     recompute_end_s = event.start_s
@@ -200,6 +209,14 @@ def _event_slices(event: TimedEvent, parts: StageParts, num_chunks: int) -> Iter
         exposed = _message(event.rank, message, waiting_s, message.exposed_s / num_chunks, is_exposed=True)
         yield _with_place(dataclasses.replace(exposed, end_s=min(exposed.end_s, event.end_s)), event)
         waiting_s = exposed.end_s
+
+
+def _beside(message: Message, hidden_s: float) -> Message:
+    """The experts' message of a pass that runs beside another: so much of it is hidden."""
+    if message.axis != "expert":
+        return message
+    hidden_s = min(hidden_s, message.exposed_s)
+    return dataclasses.replace(message, exposed_s=message.exposed_s - hidden_s, hidden_s=message.hidden_s + hidden_s)
 
 
 def _of_event(event: TimedEvent, kind: Kind, start_s: float, end_s: float, dtype: str) -> Slice:
@@ -226,8 +243,8 @@ def _sends(events: Sequence[TimedEvent], stages: Sequence[StageParts], hop_s: fl
     for event in events:
         if event.is_fed_by_other_rank:
             source = events[event.fed_by]
-            parts = stages[source.rank]
-            send = parts.send_activations if event.direction == FORWARD else parts.send_gradients
+            parts = stages[source.stage]
+            send = parts.send_activations if event.kind == FORWARD else parts.send_gradients
             if send is not None:
                 yield _with_place(_message(source.rank, send, source.end_s, hop_s, is_exposed=True), source)
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from dataset_builder.job.parallel import FOLDED_SCHEDULES
 from gnn_predictor.event_order import (
     BACKWARD,
-    FOLDED,
     FORWARD,
     INPUT_GRADIENT,
     PAIRED,
@@ -26,7 +26,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_2p", "z
 def shapes(draw: st.DrawFn) -> PipelineShape:
     schedule = draw(st.sampled_from(SCHEDULES))
     ranks, count = draw(st.integers(2, 8)), draw(st.integers(1, 24))
-    chunks = 2 if schedule in FOLDED else draw(st.integers(2, 4)) if schedule == "interleaved" else 1
+    chunks = 2 if schedule in FOLDED_SCHEDULES else draw(st.integers(2, 4)) if schedule == "interleaved" else 1
     if schedule == "interleaved":
         count *= ranks
     if schedule == "dualpipe":

@@ -167,7 +167,18 @@ def test_fp32_beside_idle_tensor_cores_hints_at_tf32(
     assert all(f"outside the tensor cores of {gpu}" in line and f"{ratio} faster at peak" in line for line in hints)
 
 
-@pytest.mark.parametrize("schedule", ["zero_bubble", "dualpipe"])
-def test_a_schedule_that_is_timed_as_another_is_said(schedule: str, job_of: Any, untrained: Path) -> None:
-    prediction = predict(job_of(parallel={"pipeline": 4, "schedule": schedule}), checkpoint=untrained)
-    assert any("timed as 1f1b" in warning for warning in prediction.warnings)
+@pytest.mark.parametrize("schedule", ["zero_bubble", "zero_bubble_2p", "zero_bubble_v", "dualpipe", "dualpipe_v"])
+def test_a_schedule_with_less_bubble_is_faster_and_adds_up(schedule: str, job_of: Any, untrained: Path) -> None:
+    plan = {"pipeline": 4, "tensor": 2}
+    batch = {"micro_batch_size": 4, "seq_length": 4096}  # large enough not to wait for the host
+    plain = predict(job_of(parallel={**plan, "schedule": "1f1b"}, batch=batch), checkpoint=untrained)
+    prediction = predict(job_of(parallel={**plan, "schedule": schedule}, batch=batch), checkpoint=untrained)
+    assert prediction.iteration_time_s < plain.iteration_time_s
+    assert not any("timed as" in warning for warning in prediction.warnings)
+    parts = prediction.breakdown
+    total_s = sum(parts.by_kind.values()) + sum(parts.exposed_communication.values())
+    assert total_s == pytest.approx(prediction.iteration_time_s)
+    assert min(parts.by_kind.values()) >= 0
+    for stage in prediction.stages:
+        assert 0 <= stage.bubble_s < prediction.iteration_time_s
+        assert stage.total_s + stage.bubble_s == pytest.approx(prediction.iteration_time_s, rel=1e-4)
