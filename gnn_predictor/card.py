@@ -75,7 +75,22 @@ def figures(metrics: Mapping[str, Any]) -> str:
         for name, each in protocols.items()
     ]
     head = ["held out", "runs", "MAPE", "median", "MAPE over sources", *(f"{name} MAPE" for name in baselines)]
-    return _table(head, rows)
+    return _table(head, rows) + memory_sentence(metrics.get("memory"))
+
+
+def memory_sentence(memory: Mapping[str, Any] | None) -> str:
+    """How well peak memory was predicted for jobs that were not learnt from; nothing without measured peaks."""
+    if not memory:
+        return ""
+    large = memory["large_jobs"]
+    sentence = (
+        f"\n\nPeak memory of unseen jobs, {memory['count']:,} measured peaks: {_percent(memory['mape_percent'])} MAPE, "
+        f"{_percent(memory['median_ape_percent'])} median"
+    )
+    if large["count"]:
+        low = f"{large['more_than_15_percent_low']} of them more than 15% low"
+        sentence += f"; of the {large['count']:,} above 20 GB: {_percent(large['mape_percent'])} MAPE, {low}"
+    return sentence + "."
 
 
 def with_figures(text: str, metrics: Mapping[str, Any]) -> str:

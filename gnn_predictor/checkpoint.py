@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gnn_predictor.adapter import Adapter, Shrinkage
 from gnn_predictor.domain import Domain
 from gnn_predictor.features import FEATURE_HASH
+from gnn_predictor.memory import MemoryFit
 
 FORMAT_VERSION = 1
 MODEL_FILE, CONFIG_FILE, METRICS_FILE, CARD_FILE = "model.safetensors", "config.json", "metrics.json", "README.md"
@@ -72,6 +73,7 @@ class CheckpointConfig(_Value):
     network: dict[str, Any]  # fields of gnn_predictor.network.NetworkConfig
     interval: Interval = Interval()
     domain: Domain = Domain()
+    memory: MemoryFit = MemoryFit()
     training: dict[str, Any] = {}
     shrinkage: Shrinkage = Shrinkage()  # of an adapter that is fitted on this checkpoint
     adapter: Adapter | None = None
@@ -136,10 +138,8 @@ def save_checkpoint(path: str | os.PathLike[str], checkpoint: Checkpoint, card: 
             if tensors is not None:
                 plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
                 (new / file).write_bytes(safetensors.torch.save(plain))
-        (new / CONFIG_FILE).write_text(checkpoint.config.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        metrics = json.dumps(dict(checkpoint.metrics), indent=1, allow_nan=False)
-        (new / METRICS_FILE).write_text(metrics + "\n", encoding="utf-8")
-        (new / CARD_FILE).write_text(card, encoding="utf-8")
+        for file, text in _description(checkpoint, card).items():
+            (new / file).write_text(text, encoding="utf-8")
         if target.exists():
             target.rename(scratch / "old")
         new.rename(target)
@@ -150,6 +150,29 @@ def save_checkpoint(path: str | os.PathLike[str], checkpoint: Checkpoint, card: 
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def rewrite_description(path: str | os.PathLike[str], checkpoint: Checkpoint, card: str) -> None:
+    """Replaces what stands beside the weights of the checkpoint at ``path``: configuration, metrics and card."""
+    for file, text in _description(checkpoint, card).items():
+        target = Path(path) / file
+        handle, scratch = tempfile.mkstemp(prefix=f".{file}-", dir=path)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as new:
+                new.write(text)
+            os.chmod(scratch, 0o644)  # mkstemp's files are private; a checkpoint is to be read
+            os.replace(scratch, target)
+        except BaseException:
+            Path(scratch).unlink(missing_ok=True)
+            raise
+
+
+def _description(checkpoint: Checkpoint, card: str) -> dict[str, str]:
+    """The text files of a checkpoint."""
+    metrics = json.dumps(dict(checkpoint.metrics), indent=1, allow_nan=False)
+    return {
+        CONFIG_FILE: checkpoint.config.model_dump_json(indent=1) + "\n", METRICS_FILE: metrics + "\n", CARD_FILE: card
+    }  # fmt: skip
 
 
 def _not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:

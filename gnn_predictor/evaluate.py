@@ -41,6 +41,7 @@ from gnn_predictor.baselines import (
     read_reference,
 )
 from gnn_predictor.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from gnn_predictor.memory import metered_bytes
 from gnn_predictor.metrics import BASELINE_PREFIX, evaluation_metrics
 from gnn_predictor.prediction import Prediction, predict
 
@@ -232,7 +233,7 @@ def _answer(run: RunMeasurement, prediction: Prediction) -> dict[str, Any]:
         "predicted_iter_time_s": prediction.iteration_time_s,
         "predicted_low_s": prediction.iteration_time_low_s,
         "predicted_high_s": prediction.iteration_time_high_s,
-        "predicted_peak_mem_gb": max(stage.peak_memory_bytes for stage in prediction.stages) / 1e9,
+        "predicted_peak_mem_gb": metered_bytes([s.memory for s in prediction.stages], run.memory_meter) / 1e9,
         "in_domain": prediction.in_domain,
         "status": "ok",
         "reason": (run.is_timed and impossible(run.iter_time_s, prediction.floor)) or "",

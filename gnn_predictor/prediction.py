@@ -39,7 +39,8 @@ from gnn_predictor.critical_path import Breakdown, JobTimes, StepDetail, breakdo
 from gnn_predictor.domain import outside
 from gnn_predictor.event_order import paired_passes, stages_of_rank
 from gnn_predictor.features import SLOTS, GraphArrays, featurize
-from gnn_predictor.memory import RELATIVE_ERROR, StageMemory, peak_memory
+from gnn_predictor.memory import MemoryFit, StageMemory, peak_memory
+from gnn_predictor.memory_advice import doubts, shortages
 from gnn_predictor.network import Ensemble, NetworkConfig, stage_table
 from gnn_predictor.schedule import TIMES
 
@@ -215,7 +216,8 @@ def predict(
     format or the memory; CheckpointError (exit code 3) when the checkpoint cannot be used.
     """
     jobs = [job] if isinstance(job, TrainingJob) else list(job)
-    predictions = _predict_traced([_trace(each, force) for each in jobs], checkpoint)
+    loaded = _loaded(checkpoint)
+    predictions = _predict_traced([_trace(each, loaded.config.memory, force) for each in jobs], loaded)
     return predictions[0] if isinstance(job, TrainingJob) else predictions
 
 
@@ -223,8 +225,8 @@ def predict_in_detail(
     job: TrainingJob, checkpoint: str | PathLike[str] | Checkpoint | None = None, force: bool = False
 ) -> tuple[Prediction, StepDetail]:
     """As :func:`predict` of one job, with what the prediction was added up from."""
-    traced = _trace(job, force)
-    loaded = checkpoint if isinstance(checkpoint, Checkpoint) else load_checkpoint(checkpoint)
+    loaded = _loaded(checkpoint)
+    traced = _trace(job, loaded.config.memory, force)
     (estimate,) = _estimates([traced], loaded)
     return _prediction(traced, estimate, loaded), estimate.detail
 
@@ -233,25 +235,27 @@ def predict_each(
     jobs: Sequence[TrainingJob], checkpoint: str | PathLike[str] | Checkpoint | None = None, force: bool = False
 ) -> list[Prediction | CannotRunError]:
     """As :func:`predict` of several jobs, with the reason in place of each job that cannot run."""
+    loaded = _loaded(checkpoint)
     traced: list[_TracedJob | CannotRunError] = []
     for job in jobs:
         try:
-            traced.append(_trace(job, force))
+            traced.append(_trace(job, loaded.config.memory, force))
         except CannotRunError as error:
             traced.append(error)
-    predictions = iter(_predict_traced([each for each in traced if isinstance(each, _TracedJob)], checkpoint))
+    predictions = iter(_predict_traced([each for each in traced if isinstance(each, _TracedJob)], loaded))
     return [next(predictions) if isinstance(each, _TracedJob) else each for each in traced]
 
 
-def _predict_traced(
-    traced: Sequence[_TracedJob], checkpoint: str | PathLike[str] | Checkpoint | None
-) -> list[Prediction]:
-    loaded = checkpoint if isinstance(checkpoint, Checkpoint) else load_checkpoint(checkpoint)
+def _loaded(checkpoint: str | PathLike[str] | Checkpoint | None) -> Checkpoint:
+    return checkpoint if isinstance(checkpoint, Checkpoint) else load_checkpoint(checkpoint)
+
+
+def _predict_traced(traced: Sequence[_TracedJob], checkpoint: Checkpoint) -> list[Prediction]:
     predictions: list[Prediction] = []
     for start in range(0, len(traced), _JOBS_AT_ONCE):
         together = traced[start : start + _JOBS_AT_ONCE]
-        for each, estimate in zip(together, _estimates(together, loaded), strict=True):
-            predictions.append(_prediction(each, estimate, loaded))
+        for each, estimate in zip(together, _estimates(together, checkpoint), strict=True):
+            predictions.append(_prediction(each, estimate, checkpoint))
     return predictions
 
 
@@ -272,15 +276,15 @@ class _TracedJob:
         return max(stage.total for stage in self.memory) <= self.job.cluster.gpu.hbm_bytes
 
 
-def _trace(job: TrainingJob, force: bool) -> _TracedJob:
+def _trace(job: TrainingJob, fit: MemoryFit, force: bool) -> _TracedJob:
     job = job.resolved()
     layout = resolved_layout(job)
     graph = GraphBuilder.of(job, layout).build()
-    memory = peak_memory(graph.stages, job, layout)
-    formats, shortages = unsupported_formats(job), _memory_shortages(memory, job)
-    if (formats or shortages) and not force:
-        raise CannotRunError([*formats, *shortages, "--force predicts anyway"], source=job.name or "job")
-    warnings = (*formats, *shortages, *_hints(job), *job.assumed)
+    memory = peak_memory(graph.stages, job, layout, fit)
+    formats, short = unsupported_formats(job), shortages(memory, job, fit)
+    if (formats or short) and not force:
+        raise CannotRunError([*formats, *short, "--force predicts anyway"], source=job.name or "job")
+    warnings = (*formats, *short, *doubts(memory, job, fit), *_hints(job), *job.assumed)
     floor = physical_floor(job, graph, layout)
     return _TracedJob(job, layout, graph, memory, featurize(job, graph, layout), warnings, floor)
 
@@ -298,34 +302,6 @@ def _hints(job: TrainingJob) -> list[str]:
     ]
 
 
-def _memory_shortages(memory: Sequence[StageMemory], job: TrainingJob) -> list[str]:
-    """Nothing when every stage fits; else the arithmetic of every stage, and what can be said about the shortage."""
-    gpu = job.cluster.gpu
-    shortage = max(stage.total for stage in memory) - gpu.hbm_bytes
-    if shortage <= 0:
-        return []
-    share = shortage / gpu.hbm_bytes
-    verdict = f"memory: {_gigabytes(shortage)} ({share:.1%}) too much for {gpu.name}"
-    if share <= RELATIVE_ERROR:
-        verdict += f", within the {RELATIVE_ERROR:.0%} error of this estimate: the job may run"
-    return [
-        *(_memory_arithmetic(index, stage, gpu) for index, stage in enumerate(memory)),
-        verdict,
-    ]
-
-
-def _memory_arithmetic(index: int, stage: StageMemory, gpu: DeviceSpec) -> str:
-    parts = ("params", "grads", "optimizer", "activations", "other")
-    arithmetic = " + ".join(f"{part} {getattr(stage, part) / 1e9:.1f}" for part in parts)
-    fits = "fits" if stage.total <= gpu.hbm_bytes else "does not fit"
-    return (
-        f"memory: stage {index} needs {_gigabytes(stage.total)} per GPU ({arithmetic}), "
-        f"{gpu.name} has {_gigabytes(gpu.hbm_bytes)}: {fits}"
-    )
-
-
-def _gigabytes(size_bytes: float) -> str:
-    return f"{size_bytes / 1e9:.1f} GB"
 
 
 @functools.lru_cache(maxsize=4)

@@ -43,6 +43,7 @@ from gnn_predictor.domain import domain_of
 from gnn_predictor.examples import Examples, load_examples
 from gnn_predictor.features import FEATURE_HASH
 from gnn_predictor.fitting import FitSettings
+from gnn_predictor.memory_fit import learn_memory
 from gnn_predictor.network import Ensemble, NetworkConfig
 from gnn_predictor.protocols import NAMES, Protocol, interval_of, protocol_metrics, protocol_splits
 from gnn_predictor.tracking import Tracker
@@ -150,6 +151,7 @@ def _write(
 ) -> Path:
     """A new checkpoint, or, without final networks, the one that is there with these figures added."""
     if network is not None:
+        memory, memory_figures = learn_memory(examples.measurements)
         description = CheckpointConfig(
             feature_hash=FEATURE_HASH,
             corpus_hash=examples.corpus_hash,
@@ -158,7 +160,9 @@ def _write(
             domain=domain_of(examples.jobs),
             training={"fit": asdict(settings.fit), "members": settings.members, "runs": len(examples.runs)},
             interval=interval_of(held_out["P1"]) if "P1" in held_out else Interval(),
+            memory=memory,
         )
+        metrics = {**metrics, "memory": memory_figures}
         checkpoint = Checkpoint(description, dict(network.state_dict()), metrics, blind=blind)
     else:
         there = load_checkpoint(settings.output)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
@@ -35,6 +35,11 @@ LABEL_COLUMNS = (
     "derivation",
 )  # fmt: skip
 """Figures computed from the measured time, or about how it was: never read."""
+
+MemoryMeter = Literal["allocator", "last_rank", "device"]
+"""What a source's peak memory is: the allocator's peak (``torch.cuda.max_memory_allocated``) on the fullest rank or on
+the last, or all that is taken on the fullest device (``nvidia-smi``)."""
+_MEMORY_METERS: dict[str, MemoryMeter] = {"megatron-golden": "last_rank", "bigscience": "device"}
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,11 @@ class RunMeasurement:
     def is_timed(self) -> bool:
         """Whether the row has a label."""
         return math.isfinite(self.iter_time_s) and self.iter_time_s > 0
+
+    @property
+    def memory_meter(self) -> MemoryMeter:
+        """What ``peak_mem_gb`` is, by its source; frameworks' logs give the allocator's peak."""
+        return _MEMORY_METERS.get(self.source_id, "allocator")
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,6 +255,13 @@ def split_over_stages(row: JobRow, model: dict[str, Any], parallel: dict[str, An
     first, last = (row.note_count(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
     if first and last and stages > 2 and chunks == 1:
         parallel["layers_per_stage"] = [first, *_even(layers - first - last, stages - 2), last]
+    elif layers % slots and row.framework == "megatron-deepspeed" and (layers + 2) % slots:
+        # DeepSpeed's pipeline module fills every stage but the last alike (partition_method type:transformer).
+        each = -(-layers // slots)
+        full, rest = divmod(layers, each)
+        split = [each] * full + [rest] * (full < slots) + [0] * (slots - full - 1)
+        parallel["layers_per_stage"] = split
+        row.assume(f"layers_per_stage: {layers} layers over {slots} stages taken as {split}")
     elif layers % slots:
         ends = _even(layers + 2, slots)
         split = [ends[0] - 1, *ends[1:-1], ends[-1] - 1]

@@ -40,6 +40,12 @@ def row_precision(row: JobRow) -> dict[str, Any]:
     ):  # fmt: skip
         if key in row.detail_flags:
             policy[target] = row.detail_flags[key]
+    if "TF32 possible" in row.detail:  # neither --bf16 nor --fp16: what is not quantised computes in fp32
+        policy["compute"] = "tf32"
+    if row.text("source_id") == "bigscience" and "section: Rebalancing layers" not in row.notes:
+        # Its chronicle: gradients accumulated in 16 bits until a BF16 optimizer, "4bytes x params" more, came into use
+        # in that section; memory of the tables before agrees with no other reading.
+        policy |= {"grad_accum": low, "grad_reduce": low}
     if row.detail_flags.get("fp8_param_gather") == "1":
         policy["param_gather"] = "fp8"
     first, last = (row.detail_flags.get(f"bf16_layers_{end}", "") for end in ("start", "end"))

@@ -43,7 +43,21 @@ def job_structures(job: TrainingJob) -> list[BlockStructure]:
     job = job.resolved()
     blocks = job_blocks(job, rank_layout(job))
     found = [blocks.embedding, blocks.head, *(structure for structure, _ in blocks.layers)]
-    return [*found, *(block for block in (blocks.encoder_norm, blocks.optimizer) if block)]
+    found += [block for block in (blocks.encoder_norm, blocks.optimizer) if block]
+    return list(dict.fromkeys([*found, *(as_gathered(structure, job) for structure in found)]))
+
+
+def as_gathered(structure: BlockStructure, job: TrainingJob) -> BlockStructure:
+    """The block whose saved activations a fully sharded job keeps.
+
+    Shards that are gathered in 16 bits make a layer compute in 16 bits throughout, so nothing is saved in fp32 for
+    autocast's sake, and the gathered weights are dropped after use: no cast copy of them is kept for the backward pass
+    (torch.distributed.fsdp.MixedPrecisionPolicy).
+    """
+    is_sharded = job.parallel.sharding in ("zero3", "hsdp")
+    if not is_sharded or not structure.autocast or job.precision.param_gather in (None, "fp32"):
+        return structure
+    return dataclasses.replace(structure, params=structure.compute, autocast=False, accumulate=True)
 
 
 def job_blocks(job: TrainingJob, layout: RankLayout) -> JobBlocks:

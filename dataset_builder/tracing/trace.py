@@ -6,10 +6,11 @@ of one execution on one rank, and ``repeats[stage, node]``. Cost does not grow w
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -19,9 +20,9 @@ import numpy as np
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.binding import BoundBlock, bind
 from dataset_builder.tracing.graph import Axis, Edge, EdgeKind, OpNode, Phase, StageFacts, TrainingGraph
-from dataset_builder.tracing.job_blocks import JobBlocks, job_blocks
+from dataset_builder.tracing.job_blocks import JobBlocks, as_gathered, job_blocks
 from dataset_builder.tracing.layout import RankLayout, resolved_layout
-from dataset_builder.tracing.structure import TRACER_VERSION, element_bytes
+from dataset_builder.tracing.structure import TRACER_VERSION, BlockStructure, element_bytes
 from dataset_builder.tracing.templates import template
 
 
@@ -91,10 +92,10 @@ class GraphBuilder:
         is_two_stacks = self.job.model.architecture == "encoder_decoder"
         final = self.job.model.encoder_layers == 0 or is_two_stacks
         first_sizes = self.blocks.sizes[final and not is_two_stacks]
-        embedding = bind(template(self.blocks.embedding), first_sizes, "embedding", groups)
-        head = bind(template(self.blocks.head), self.blocks.sizes[final], "head", groups)
+        embedding = self._bound(self.blocks.embedding, first_sizes, "embedding", groups)
+        head = self._bound(self.blocks.head, self.blocks.sizes[final], "head", groups)
         layers = [
-            (bind(template(structure), self.blocks.sizes[is_decoder], _prefix(is_decoder, number), groups), counts)
+            (self._bound(structure, self.blocks.sizes[is_decoder], _prefix(is_decoder, number), groups), counts)
             for number, ((structure, is_decoder), counts) in enumerate(self.blocks.layers.items())
         ]
         if self.blocks.encoder_norm is not None:
@@ -102,6 +103,18 @@ class GraphBuilder:
             of_encoder = sum(not is_decoder for _, is_decoder in self.blocks.layers)
             layers.insert(of_encoder, (norm, Counter({self._stage_of_encoder_norm(): 1})))
         return embedding, layers, head
+
+    def _bound(
+        self, structure: BlockStructure, sizes: Mapping[str, float], prefix: str, groups: Mapping[str, int]
+    ) -> BoundBlock:
+        """A block with this job's numbers; what it saves is what the block saves with its weights as gathered."""
+        block = bind(template(structure), sizes, prefix, groups)
+        gathered = as_gathered(structure, self.job)
+        if gathered == structure:
+            return block
+        totals = bind(template(gathered), sizes, prefix, groups).totals
+        saved = {name: totals[name] for name in ("saved", "recompute")}
+        return dataclasses.replace(block, totals=block.totals | saved)
 
     def _stage_of_encoder_norm(self) -> int:
         """The stage of the encoder's last layer."""

@@ -32,8 +32,14 @@ ROW: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
+class _Memory:
+    allocated: float
+    shown: float
+
+
+@dataclass(frozen=True)
 class _Stage:
-    peak_memory_bytes: float = 9e9
+    memory: _Memory = _Memory(9e9, 10e9)
 
 
 _FLOOR = PhysicalFloor({"compute": 0.001}, {"compute": "1 GFLOP / 1 TFLOP/s bf16"})
@@ -45,7 +51,7 @@ class _Prediction:
 
     iteration_time_s: float
     in_domain: bool = True
-    stages: tuple[_Stage, ...] = (_Stage(1e9), _Stage())
+    stages: tuple[_Stage, ...] = (_Stage(), _Stage(_Memory(1e9, 2e9)))
     floor: PhysicalFloor = _FLOOR
 
     @property
@@ -100,7 +106,7 @@ def test_writes_every_row_with_the_contracts_columns(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert table["status"].tolist() == ["ok", "ok", "skipped"]
     assert "hidden" in table["reason"][2]
-    assert float(table["predicted_peak_mem_gb"][0]) == pytest.approx(9.0)  # the fullest stage, in 1e9 bytes
+    assert float(table["predicted_peak_mem_gb"][0]) == pytest.approx(9.0)  # the allocator on the fullest stage
     assert json.loads((tmp_path / "out" / "metrics.json").read_text()) == metrics
     assert (metrics["count"], metrics["skipped"]) == (2, 1)
     assert metrics["mape_percent"] == pytest.approx((50.0 + 87.5) / 2)

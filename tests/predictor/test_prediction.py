@@ -87,11 +87,12 @@ def test_a_job_just_above_its_memory_is_refused_with_every_stage_and_a_hint(job_
     edge = job_of(cluster={"gpu": device}, parallel=plan)
     with pytest.raises(CannotRunError) as error:
         predict(edge, checkpoint=untrained)
-    *stages, verdict, advice = error.value.reasons
+    *stages, verdict, nearest, advice = error.value.reasons
     assert [reason.split(" needs")[0] for reason in stages] == [f"memory: stage {index}" for index in range(4)]
     assert [reason.endswith("does not fit") for reason in stages] == [False, False, False, True]  # the head's
     assert "(1.0%) too much" in verdict
-    assert "within the 15% error" in verdict
+    assert "within the error of this estimate (90% of such jobs need" in verdict
+    assert nearest.startswith("memory: --set ")
     assert advice == "--force predicts anyway"
     assert not predict(edge, checkpoint=untrained, force=True).fits_memory
 

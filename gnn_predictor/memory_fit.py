@@ -1,0 +1,230 @@
+"""``python -m gnn_predictor.memory_fit [CHECKPOINT] [--runs RUNS.csv]``: what measured peaks teach of peak memory.
+
+In: runs with a measured peak. Out: a :class:`MemoryFit` of six numbers that stand beside what is counted, with the
+interval of runs whose job group was not learnt from, and the held-out figures. Two regressions of least absolute
+relative error, shrunk to the plain count: the factors on the allocator's peaks, then what a device holds beyond them on
+the peaks that were read from it. Memory does not depend on the network's weights, so a checkpoint is refitted in
+seconds: its ``config.json``, ``metrics.json`` and card are written anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dataset_builder.corpus.measurements import MemoryMeter, RunMeasurement, read_runs, shipped_table
+from dataset_builder.corpus.splits import fold_of
+from dataset_builder.job.errors import JobError
+from dataset_builder.tracing.layout import resolved_layout
+from dataset_builder.tracing.trace import GraphBuilder
+from gnn_predictor.card import model_card
+from gnn_predictor.checkpoint import CheckpointError, load_checkpoint, released_checkpoint, rewrite_description
+from gnn_predictor.memory import COUNTED, MemoryFit, StageTerms, metered_bytes, peak_terms
+from gnn_predictor.metrics import error_figures
+
+Floats = NDArray[np.float64]
+
+FOLDS = 5
+LARGE_JOB_BYTES = 20e9
+# Strength of the shrinkage: as much as so many runs in which the part is the whole peak.
+_PRIOR_RUNS = 1.0
+# Relative errors below this count as squares, larger ones as they are (Huber): a mislabelled run pulls no harder.
+_HUBER = 0.02
+_ROUNDS = 50
+_LEAST_RUNS = 5  # of a meter, to learn from it
+
+
+@dataclass(frozen=True)
+class MemoryExample:
+    """One measured peak with what is counted of its job."""
+
+    terms: tuple[StageTerms, ...]
+    meter: MemoryMeter
+    measured_bytes: float
+    source_id: str
+    job_group: str
+
+    @property
+    def counted(self) -> StageTerms:
+        """The rank that the meter speaks of."""
+        if self.meter == "last_rank":
+            return self.terms[-1]
+        return max(self.terms, key=lambda terms: terms.memory(COUNTED).total)
+
+    def predicted_bytes(self, fit: MemoryFit) -> float:
+        """What the meter would show."""
+        return metered_bytes([terms.memory(fit) for terms in self.terms], self.meter)
+
+
+def memory_examples(runs: Sequence[RunMeasurement]) -> list[MemoryExample]:
+    """The runs that have a job and a measured peak."""
+    examples = []
+    for run in runs:
+        if run.job is None or not run.peak_mem_gb:
+            continue
+        job = run.job.resolved()
+        try:
+            layout = resolved_layout(job)
+        except JobError:
+            continue
+        terms = peak_terms(GraphBuilder.of(job, layout).facts, job, layout)
+        examples.append(MemoryExample(terms, run.memory_meter, run.peak_mem_gb * 1e9, run.source_id, run.job_group))
+    return examples
+
+
+def fit_memory(examples: Sequence[MemoryExample]) -> MemoryFit:
+    """The fit of these examples, without an interval; a meter with too few runs keeps the plain count."""
+    inside = [example for example in examples if example.meter != "device"]
+    outside = [example for example in examples if example.meter == "device"]
+    fit = COUNTED
+    if len(inside) >= _LEAST_RUNS:
+        fit = _allocator_fit(inside)
+    if len(outside) >= _LEAST_RUNS:
+        fit = _device_fit(outside, fit)
+    return fit
+
+
+def _allocator_fit(examples: Sequence[MemoryExample]) -> MemoryFit:
+    counted = [example.counted for example in examples]
+    fixed = np.array([t.params + t.grads + t.optimizer + t.buffers for t in counted])
+    parts = np.array(
+        [
+            (0.0 if t.has_experts else t.activations, t.activations if t.has_experts else 0.0, t.logits, _WORKSPACE)
+            for t in counted
+        ]
+    )
+    factors = _shrunk_factors(parts, fixed, np.array([example.measured_bytes for example in examples]))
+    dense, expert, logits, workspace = factors.tolist()
+    return MemoryFit(
+        activations=dense, expert_activations=expert, logits=logits, workspace_bytes=workspace * _WORKSPACE
+    )
+
+
+def _device_fit(examples: Sequence[MemoryExample], fit: MemoryFit) -> MemoryFit:
+    allocated = np.array([example.counted.memory(fit).allocated for example in examples])
+    parts = np.stack([allocated, np.full_like(allocated, COUNTED.runtime_bytes)], axis=1)
+    measured = np.array([example.measured_bytes for example in examples])
+    share, runtime = _shrunk_factors(parts, allocated, measured, prior=(0.0, 1.0)).tolist()
+    return fit.model_copy(update={"cached_share": share, "runtime_bytes": runtime * COUNTED.runtime_bytes})
+
+
+_WORKSPACE = COUNTED.workspace_bytes
+
+
+def _shrunk_factors(parts: Floats, fixed: Floats, measured: Floats, prior: Sequence[float] | None = None) -> Floats:
+    """Non-negative ``f`` [part] that make ``fixed + parts @ f`` [run] equal to ``measured``, relative to it.
+
+    Huber's loss by iterated reweighting, and a squared distance from the prior (default: ones) in units of runs.
+    """
+    start = np.ones(parts.shape[1]) if prior is None else np.array(prior, dtype=float)
+    relative = parts / measured[:, None]
+    missing = 1 - fixed / measured - relative @ start
+    weights = np.ones(len(measured))
+    change = np.zeros_like(start)
+    for _ in range(_ROUNDS):
+        normal = relative.T @ (relative * weights[:, None]) + _PRIOR_RUNS * np.eye(len(start))
+        change = np.linalg.solve(normal, relative.T @ (weights * missing))
+        weights = np.minimum(1.0, _HUBER / np.maximum(np.abs(missing - relative @ change), 1e-9))
+    factors: Floats = np.maximum(start + change, 0.0)
+    return factors
+
+
+def held_out_peaks(examples: Sequence[MemoryExample], folds: int = FOLDS) -> pd.DataFrame:
+    """Every example as predicted by the fit of the other folds (P1's): bytes, source and log(measured / predicted)."""
+    fold = np.array([fold_of(example.job_group, folds) for example in examples])
+    predicted = np.zeros(len(examples))
+    for number in range(folds):
+        fit = fit_memory([example for example, held in zip(examples, fold, strict=True) if held != number])
+        for index in np.flatnonzero(fold == number).tolist():
+            predicted[index] = examples[index].predicted_bytes(fit)
+    table = pd.DataFrame(
+        {
+            "source_id": [example.source_id for example in examples],
+            "fold": fold,
+            "measured": [example.measured_bytes for example in examples],
+            "predicted": predicted,
+            "counted": [example.predicted_bytes(COUNTED) for example in examples],
+        }
+    )
+    return table.assign(log_error=np.log(table["measured"] / table["predicted"]))
+
+
+def interval_bounds(log_errors: Floats, level: float) -> tuple[float, float]:
+    """Bounds of log(measured / predicted) that a share ``level`` of new runs keeps (split conformal, arXiv 1604.04173).
+
+    Each side leaves out half of the rest.
+    """
+    ordered = np.sort(log_errors)
+    last = len(ordered) - 1
+    out = max(1, math.floor((len(ordered) + 1) * (1 - level) / 2))
+    return min(0.0, float(ordered[min(last, out - 1)])), max(0.0, float(ordered[max(0, last - out + 1)]))
+
+
+def learn_memory(runs: Sequence[RunMeasurement]) -> tuple[MemoryFit, dict[str, Any]]:
+    """The fit of all runs with the interval of unseen jobs, and the held-out figures; nothing learnt without runs."""
+    examples = memory_examples(runs)
+    if len({fold_of(example.job_group, FOLDS) for example in examples}) < 2:
+        return COUNTED, {}
+    held_out = held_out_peaks(examples)
+    low, high = interval_bounds(held_out["log_error"].to_numpy(float), COUNTED.level)
+    return fit_memory(examples).model_copy(update={"low": low, "high": high}), memory_figures(held_out)
+
+
+def memory_figures(held_out: pd.DataFrame) -> dict[str, Any]:
+    """Errors of held-out peaks, of the plain count on the same rows, and how low the worst large job comes out."""
+    large = held_out[held_out["measured"] > LARGE_JOB_BYTES]
+    return {
+        **error_figures(held_out["measured"], held_out["predicted"]),
+        "interval_coverage": _coverage(held_out),
+        "large_jobs": {
+            **error_figures(large["measured"], large["predicted"]),
+            "lowest_percent": float((large["predicted"] / large["measured"] - 1).min() * 100) if len(large) else None,
+            "more_than_15_percent_low": int((large["predicted"] / large["measured"] < 0.85).sum()),
+        },
+        "by_source": {
+            str(source): error_figures(rows["measured"], rows["predicted"])
+            for source, rows in held_out.groupby("source_id")
+        },
+        "counted": error_figures(held_out["measured"], held_out["counted"]),
+    }
+
+
+def _coverage(held_out: pd.DataFrame) -> float:
+    """Share of each fold's peaks inside the interval of the other folds."""
+    inside = 0
+    for fold in held_out["fold"].unique():
+        own = (held_out["fold"] == fold).to_numpy()
+        low, high = interval_bounds(held_out.loc[~own, "log_error"].to_numpy(float), COUNTED.level)
+        inside += int(held_out.loc[own, "log_error"].between(low, high).sum())
+    return inside / len(held_out)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Refits a checkpoint; exit code 2 for runs that cannot be read, 3 for a checkpoint that cannot be used."""
+    parser = argparse.ArgumentParser(prog="python -m gnn_predictor.memory_fit", description=main.__doc__)
+    parser.add_argument("checkpoint", nargs="?", default=released_checkpoint(), help="default: the released one")
+    parser.add_argument("--runs", default=shipped_table("runs.parquet"), help="default: the shipped table")
+    options = parser.parse_args(arguments)
+    try:
+        checkpoint = load_checkpoint(options.checkpoint)
+        fit, figures = learn_memory(read_runs(options.runs))
+        config = checkpoint.config.model_copy(update={"memory": fit})
+        refitted = replace(checkpoint, config=config, metrics={**checkpoint.metrics, "memory": figures})
+        rewrite_description(options.checkpoint, refitted, model_card(refitted))
+    except (JobError, CheckpointError) as error:
+        print(f"memory_fit: {error}", file=sys.stderr)
+        return error.exit_code
+    print(fit.model_dump_json(indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
