@@ -302,8 +302,6 @@ def _hints(job: TrainingJob) -> list[str]:
     ]
 
 
-
-
 @functools.lru_cache(maxsize=4)
 def network_of(checkpoint: Checkpoint) -> tuple[Ensemble, NetworkConfig]:
     """The network of a checkpoint and its configuration; CheckpointError when its weights do not fit it."""
