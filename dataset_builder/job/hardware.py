@@ -57,11 +57,7 @@ class DeviceSpec(Frozen):
     @field_validator("intra_node", "inter_node")
     @classmethod
     def _links_are_known(cls, value: str | None) -> str | None:
-        try:
-            return value and canonical_link(value)
-        except KeyError as error:
-            hint = f" (did you mean {error.args[0]}?)" if error.args[0] else f"; it has {', '.join(link_names())}"
-            raise ValueError(f"expected a link of the catalogue{hint}") from None
+        return _known_link(value)
 
     def supports(self, fmt: str) -> bool:
         """Whether the device has hardware for this format (tf32 is fp32 on devices without it, so not supported)."""
@@ -86,6 +82,20 @@ class LinkSpec(Frozen):
     domain_size: Count | None = None
     beyond_domain: str | None = None
     source: str = "job file"
+
+    @field_validator("beyond_domain")
+    @classmethod
+    def _link_is_known(cls, value: str | None) -> str | None:
+        return _known_link(value)
+
+
+def _known_link(name: str | None) -> str | None:
+    """The catalogue's spelling; raises ValueError with the nearest names when there is none."""
+    try:
+        return name and canonical_link(name)
+    except KeyError as error:
+        hint = f" (did you mean {error.args[0]}?)" if error.args[0] else f"; it has {', '.join(link_names())}"
+        raise ValueError(f"expected a link of the catalogue{hint}") from None
 
 
 # A format without hardware is computed in the next wider format that the device has; fp32 is always there.
