@@ -13,9 +13,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import yaml
 
+from dataset_builder.corpus.measurements import shipped_table
 from gnn_predictor.card import with_figures
 from gnn_predictor.checkpoint import load_checkpoint
 from tests.docs.precision_table import PAGE, with_tables
@@ -56,13 +58,15 @@ _RUN = [page for page, found in _BLOCKS.items() if any(not block.not_run for blo
 
 
 def _folder_of_a_reader(page: Path, folder: Path) -> None:
-    """What a page takes for granted: the checkout's examples, and the job file that the page shows."""
+    """What a page takes for granted: the checkout's examples, the job file that it shows, and measured runs."""
     for name in ("conf", "examples"):
         (folder / name).symlink_to(_ROOT / name)
     shown = _JOB.search(page.read_text(encoding="utf-8"))
     job = shown[1] if shown else (_ROOT / "conf" / "job" / "gpt2-124m.yaml").read_text(encoding="utf-8")
     (folder / "job.yaml").write_text(job, encoding="utf-8")
     (folder / "jobs.jsonl").write_text(yaml.safe_dump(yaml.safe_load(job), default_flow_style=True, width=10**6))
+    runs = pd.read_parquet(shipped_table("runs.parquet"))
+    runs[runs["source_id"] == "llm-foundry"].tail(4).to_csv(folder / "runs.csv", index=False)
 
 
 @pytest.mark.parametrize("page", _RUN, ids=[str(page.relative_to(_ROOT)) for page in _RUN])
