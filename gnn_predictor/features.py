@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dataset_builder.job.formats import BYTES_PER_ELEMENT
 from dataset_builder.job.hardware import DeviceSpec, LinkSpec
-from dataset_builder.job.precision import BYTES_PER_ELEMENT
 from dataset_builder.job.schema import SoftwareStack, TrainingJob
 from dataset_builder.tracing.graph import COLLECTIVES, KINDS, OpNode, TrainingGraph
 from dataset_builder.tracing.layout import AxisGroup, RankLayout

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dataset_builder.job.precision import BYTES_PER_ELEMENT
+from dataset_builder.job.formats import BYTES_PER_ELEMENT
 from gnn_predictor.event_order import PipelineShape, in_flight_microbatches, stages_of_rank
 
 if TYPE_CHECKING:

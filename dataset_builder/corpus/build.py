@@ -30,7 +30,7 @@ from dataset_builder.corpus import splits, storage
 from dataset_builder.corpus.card import corpus_card, croissant
 from dataset_builder.corpus.measurements import OpMeasurement, RunMeasurement, read_ops, read_runs, shipped_table
 from dataset_builder.job.errors import JobError
-from dataset_builder.job.hardware import device
+from dataset_builder.job.hardware import cell_device
 from dataset_builder.job.schema import attention_kernel, has_fused_kernels
 from dataset_builder.tracing.graph import TrainingGraph
 from dataset_builder.tracing.trace import build_graph
@@ -61,7 +61,7 @@ class Corpus:
         """The measured operators."""
         table = self._table("ops")
         names = table["gpu"].unique().to_pylist()
-        return storage.stored_operators(table, {name: device(name) for name in names})
+        return storage.stored_operators(table, {name: cell_device(name) for name in names})
 
     def graph(self, run_id: str) -> TrainingGraph:
         """The graph of a run; raises KeyError when there is no such run."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dataset_builder.corpus.spellings import architecture_name, cell_text, shipped_model, size_columns
-from dataset_builder.job.hardware import DeviceSpec, canonical_device, device
+from dataset_builder.job.hardware import DeviceSpec, cell_device
 
 REQUIRED_COLUMNS = ("gpu", "num_gpus", "layers", "hidden", "heads", "vocab", "seq_len", "global_batch")
 """Without these there is no job; a shipped ``model_name`` stands for the sizes."""
@@ -204,7 +204,9 @@ def canonical_framework(name: str | None, source_id: str | None = None) -> str |
 def row_device(row: JobRow) -> DeviceSpec:
     gpu = row.text("gpu") or ""
     try:
-        return device(canonical_device(gpu))
+        return cell_device(gpu)
     except KeyError as error:
+        if gpu.startswith("{"):
+            raise RowError(f"gpu: the specification cannot be used: {error.args[0]}") from None
         near = f"; the nearest are {error.args[0]}" if error.args[0] else ""
         raise RowError(f"gpu: {gpu!r} is not in the device catalogue{near}") from None

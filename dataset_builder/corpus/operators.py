@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dataset_builder.job.hardware import DeviceSpec, LinkSpec, device, link, link_names
-from dataset_builder.job.precision import BYTES_PER_ELEMENT
+from dataset_builder.job.formats import BYTES_PER_ELEMENT
+from dataset_builder.job.hardware import DeviceSpec, LinkSpec, cell_device, cell_link, link, link_names
 from dataset_builder.tracing.graph import COLLECTIVES, OpNode, Phase
 from dataset_builder.tracing.layout import AxisGroup
 
@@ -109,7 +109,7 @@ def _sizes(text: str) -> dict[str, int]:
 @functools.cache
 def _device(name: str) -> DeviceSpec | None:
     try:
-        return device(name)
+        return cell_device(name)
     except KeyError:
         return None
 
@@ -407,6 +407,9 @@ def _quantize(row: OperatorRow) -> OpNode:
         return _node(row, "reduction", "amax", (elements,), _Work(float(elements), source, 4.0), output="fp32")
     out = row.dtype_out
     work = _Work(2.0 * elements, source, elements * _bytes(out))
+    if _bytes(out) >= 2:  # between plain formats
+        work = _Work(0.0, source, elements * _bytes(out))
+        return _node(row, "cast", "_to_copy", (elements,), work, output=out)
     return _node(row, "quantize", "quantize", (elements,), work, output=out)
 
 
@@ -478,6 +481,11 @@ _LINK_WORDS = (
 @functools.lru_cache(maxsize=256)
 def _link(name: str, gpus_per_node: int, usual: str) -> LinkSpec:
     """The catalogue's link of that name, one read off ``kind-NICsxGb/s``, or the device's usual one."""
+    if name.startswith("{"):
+        try:
+            return cell_link(name)
+        except KeyError as error:
+            raise OperatorError(f"link: the specification cannot be used: {error.args[0]}") from None
     known = link_names()
     lowered = name.lower().rstrip("?")
     for candidate in (lowered, *(target for word, target in _LINK_WORDS if word in lowered), usual):

@@ -8,7 +8,7 @@ from typing import Any
 
 from dataset_builder.corpus.job_row import JobRow, RowError, row_device
 from dataset_builder.corpus.spellings import recompute_name, sharding_name
-from dataset_builder.job.hardware import canonical_link, device
+from dataset_builder.job.hardware import canonical_link, cell_link
 
 _MEGATRON_FAMILY = ("megatron-lm", "megatron-bridge", "nemo", "mlperf")
 _SEQUENCE_PARALLEL_SINCE = "2022-05"  # arXiv 2205.05198
@@ -20,9 +20,11 @@ _LINK_FAMILIES = ("none", "unknown", "nvlink", "nvswitch", "xgmi", "pcie", "ib",
 def row_cluster(row: JobRow) -> dict[str, Any]:
     """``cluster``: nodes that divide the GPUs, and the links that the row names."""
     num_gpus = row.need("num_gpus")
-    gpu = row_device(row).name
-    if gpu.lower() != (row.text("gpu") or "").lower():
-        row.assume(f"gpu: {row.text('gpu')!r} is taken as {gpu}")
+    device, stated = row_device(row), row.text("gpu") or ""
+    is_specified = stated.startswith("{")
+    gpu = device.model_dump(mode="json", exclude_none=True) if is_specified else device.name
+    if not is_specified and device.name.lower() != stated.lower():
+        row.assume(f"gpu: {stated!r} is taken as {gpu}")
     per_node = row.count("gpus_per_node") or 8
     if num_gpus <= per_node:
         per_node = num_gpus
@@ -39,10 +41,15 @@ def row_cluster(row: JobRow) -> dict[str, Any]:
     return cluster
 
 
-def _link(stated: str | None) -> str | None:
-    """The catalogue's name; ``None`` where nothing, or only the family of the link, is stated."""
+def _link(stated: str | None) -> str | dict[str, Any] | None:
+    """The catalogue's name or a specification; ``None`` where nothing, or only the family of the link, is stated."""
     if stated is None or stated.lower() in _LINK_FAMILIES:
         return None
+    if stated.startswith("{"):
+        try:
+            return cell_link(stated).model_dump(mode="json", exclude_none=True)
+        except KeyError as error:
+            raise RowError(f"link: the specification cannot be used: {error.args[0]}") from None
     try:
         name = canonical_link(stated)
     except KeyError:
@@ -103,7 +110,7 @@ def _guess_layout(row: JobRow, model: dict[str, Any], cluster: dict[str, Any]) -
     per_parameter = FROZEN_BYTES_PER_PARAMETER if row.is_frozen else TRAINING_BYTES_PER_PARAMETER
     weights = 12 if model["activation"] == "gelu" else 13  # 12 h^2 a layer; grouped queries and swiglu come near it
     needed_bytes = weights * model["num_layers"] * float(model["hidden_size"]) ** 2 * per_parameter
-    memory_bytes = device(cluster["gpu"]).hbm_bytes
+    memory_bytes = row_device(row).hbm_bytes
     context, fixed = row.count("cp") or 1, (row.count("tp"), row.count("pp"))
     candidates = sorted(
         ((tensor, pipeline) for tensor in {1, 2, 4, 8, fixed[0] or 1} for pipeline in {*range(1, 17), fixed[1] or 1}),

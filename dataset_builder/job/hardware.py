@@ -12,7 +12,7 @@ from importlib import resources
 from typing import Annotated, Any, Literal, cast
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from dataset_builder.job.values import Count, Frozen
 
@@ -150,6 +150,33 @@ def link(name: str, gpus_per_node: int = 8) -> LinkSpec:
     if per_node is not None:
         facts["bytes_per_s_per_gpu"] = per_node / gpus_per_node
     return LinkSpec(name=name, **facts)
+
+
+@functools.lru_cache(maxsize=256)
+def cell_device(text: str) -> DeviceSpec:
+    """The device a table's cell names, or specifies as JSON (as ``cluster.gpu`` of a job may); KeyError: neither."""
+    if not text.lstrip().startswith("{"):
+        return device(text)
+    try:
+        return DeviceSpec.model_validate_json(text)
+    except ValidationError as error:
+        raise KeyError(_first_problem(error)) from None
+
+
+@functools.lru_cache(maxsize=256)
+def cell_link(text: str, gpus_per_node: int = 8) -> LinkSpec:
+    """The link a table's cell names, or specifies as JSON; KeyError: neither."""
+    if not text.lstrip().startswith("{"):
+        return link(text, gpus_per_node)
+    try:
+        return LinkSpec.model_validate_json(text)
+    except ValidationError as error:
+        raise KeyError(_first_problem(error)) from None
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'specification'}: {first['msg']}"
 
 
 def _canonical(name: str, section: str, alias_section: str) -> str:

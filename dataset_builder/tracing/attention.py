@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from dataset_builder.tracing.collectives import FlashAttention, GatherSequence, RelativeShift, apply, ops
-from dataset_builder.tracing.linear import BlockContext, Linear, Norm, dropout
+from dataset_builder.tracing.collectives import GatherSequence, RelativeShift, apply, ops
+from dataset_builder.tracing.linear import AttentionRule, BlockContext, Linear, Norm, dropout
 from dataset_builder.tracing.precision import TORCH_DTYPE
 from dataset_builder.tracing.recorder import resume_scope, scope
 
@@ -43,12 +43,12 @@ class CoreAttention(nn.Module):
                     return self._flash_fp8(q, k, v)
                 dtype = TORCH_DTYPE[fmt]
                 q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-                out = apply(FlashAttention, q, k, v, self._rule(fmt))
+                out = self.context.attend(q, k, v, self._rule(fmt))
                 return out.flatten(2).to(self.context.low)
         with scope("core"):
             return self._unfused(q, k, v, bias)
 
-    def _rule(self, fmt: str) -> tuple[bool, int, bool, str]:
+    def _rule(self, fmt: str) -> AttentionRule:
         structure = self.context.structure
         window = self.context.sizes["w"] if structure.windowed else 0
         return self.is_causal, window, structure.dropout, fmt
@@ -88,7 +88,7 @@ class _Fp8Attention(torch.autograd.Function):
     """Flash attention on quantised operands; gradients are quantised before the backward kernel."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rule: tuple[bool, int, bool, str]) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         operands = [ops().quantize(t, "fp8_e4m3", "fp8_delayed", "attention", False)[0] for t in (q, k, v)]
         out, lse = ops().attention(*operands, *rule)
         ctx.save_for_backward(*operands, out, lse)

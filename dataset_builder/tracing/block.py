@@ -52,7 +52,7 @@ def fake_training(fake: bool = True) -> Iterator[None]:
         yield
 
 
-def _tables(context: BlockContext) -> tuple[Tensor, ...]:
+def position_tables(context: BlockContext) -> tuple[Tensor, ...]:
     """Position tables a layer is given: rotary cosines and sines, or what is added to the attention scores."""
     structure, sizes = context.structure, context.sizes
     length = context.full_length
@@ -192,7 +192,7 @@ def _build(context: BlockContext) -> tuple[Recording, _Run]:
         arguments = (activations[0], *_labels(context))
     else:
         block = Layer(context)
-        tables = _tables(context)
+        tables = position_tables(context)
         memory = None
         if structure.cross_attention:
             memory = activation(sizes["o"] if context.is_scattered else sizes["m"])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from dataset_builder.job.precision import LinearFormat
+from dataset_builder.job.formats import LinearFormat
 from dataset_builder.job.schema import TrainingJob, attention_kernel, has_fused_kernels
 from dataset_builder.tracing.layout import RankLayout, rank_layout
 from dataset_builder.tracing.structure import BlockStructure

@@ -7,7 +7,7 @@ say how large it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,20 +15,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dataset_builder.tracing.collectives import ReduceFromTensor, ScatterSequence, apply, ops
+from dataset_builder.tracing.collectives import FlashAttention, ReduceFromTensor, ScatterSequence, apply, ops
 from dataset_builder.tracing.precision import TORCH_DTYPE, CudaAutocast
 from dataset_builder.tracing.recorder import Recorder, scope
 from dataset_builder.tracing.structure import FORWARD_FORMAT, GRADIENT_FORMAT, BlockStructure
 
+AttentionRule = tuple[bool, int, bool, str]  # causal, window, dropout, input format
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionRule], Tensor]
+
+
+def traced_attention(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+    """One flash kernel each way, as the trace sees it."""
+    return apply(FlashAttention, q, k, v, rule)
+
 
 @dataclass(frozen=True)
 class BlockContext:
-    """What a block needs to know: structure, sizes, and the recorder and autocast rules of the trace."""
+    """What a block needs to know: structure, sizes, and the recorder and autocast rules of the trace.
+
+    ``attend`` is the flash kernel on [length, batch, heads, dimension]; who really runs a block brings a real one.
+    """
 
     structure: BlockStructure
     sizes: Mapping[str, int]
     rules: CudaAutocast
     recorder: Recorder
+    attend: Attend = traced_attention
 
     @property
     def is_scattered(self) -> bool:

@@ -11,7 +11,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Literal
 
-from dataset_builder.job.precision import BYTES_PER_ELEMENT, LinearFormat
+from dataset_builder.job.formats import BYTES_PER_ELEMENT, LinearFormat
 
 TRACER_VERSION = "4"
 

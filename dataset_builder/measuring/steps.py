@@ -1,0 +1,172 @@
+"""Whole training steps as rows of the runs table: warmed up, plans interleaved, medians over rounds.
+
+The steps of all plans of one job alternate (A B A B ...), so that a drift of the machine is the same for each. A row
+is written only when it can be vouched for: the loss is finite, the steps do not scatter, no clock was throttled.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import torch
+
+from dataset_builder.measuring.kernels import RealKernels
+from dataset_builder.measuring.machine import state, throttling
+from dataset_builder.measuring.plan import StepPlan
+from dataset_builder.measuring.table import LICENSE, SOURCE_ID, Cell, MeasurementTable
+from dataset_builder.measuring.timing import Timing, summary
+from dataset_builder.measuring.trainer import StepSample, Trainer
+from dataset_builder.measuring.world import World
+
+_WARM_UPS = 2
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """``rounds``: how often each plan's step is timed; fewer when ``budget_s`` ends, never under five."""
+
+    rounds: int
+    budget_s: float
+    most_spread: float
+
+
+LEAST_ROUNDS = 5
+
+
+def measure_steps(plans: Sequence[StepPlan], world: World, table: MeasurementTable | None, limits: StepSettings) -> int:
+    """Measures plans side by side and writes a row for each (``table`` on the first rank only); returns how many."""
+    missing = [plan for plan in plans if not _is_known(plan, world, table)]
+    if not missing:
+        world.say(f"{plans[0].name}: already measured")
+        return 0
+    kernels = RealKernels(world.machine.device, {})
+    try:
+        trainers = []
+        for plan in missing:
+            trainer = Trainer(plan, world)
+            kernels.groups = trainer.groups
+            trainers.append(trainer)
+        samples = _rounds(trainers, world, kernels, limits)
+    finally:
+        kernels.close()
+    written = 0
+    for plan, own in zip(missing, samples, strict=True):
+        written += _write(plan, own, world, table, limits)
+    del trainers
+    gc.collect()
+    if world.machine.is_gpu:
+        torch.cuda.empty_cache()
+    return written
+
+
+def _is_known(plan: StepPlan, world: World, table: MeasurementTable | None) -> bool:
+    known = table is not None and run_id(plan, world) in table.known
+    return bool(world.agreed(float(known)))
+
+
+def run_id(plan: StepPlan, world: World) -> str:
+    """The same for the same job on the same machine and library versions."""
+    text = json.dumps([plan.row, world.machine.name, world.machine.versions], sort_keys=True)
+    return f"benchmark-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The steps of one plan: of the slowest rank by step, and the largest memory of any rank."""
+
+    steps: list[StepSample]
+    stage_s: list[list[float]]  # of each rank: median forward, backward, optimizer seconds
+    peak_bytes: float
+
+
+def _rounds(trainers: Sequence[Trainer], world: World, kernels: RealKernels, limits: StepSettings) -> list[_Measured]:
+    def run(trainer: Trainer) -> StepSample:
+        kernels.groups = trainer.groups
+        world.wait()
+        return trainer.step(kernels)
+
+    peaks = []
+    for trainer in trainers:
+        if world.machine.is_gpu:
+            torch.cuda.reset_peak_memory_stats(world.machine.device)
+        for _ in range(_WARM_UPS):
+            warm = run(trainer)
+        peaks.append(float(torch.cuda.max_memory_allocated(world.machine.device)) if world.machine.is_gpu else 0.0)
+    first = [run(trainer) for trainer in trainers]
+    round_s = world.agreed(max(sum(sample.step_s for sample in first), warm.step_s))
+    rounds = max(LEAST_ROUNDS, min(limits.rounds, int(limits.budget_s / round_s)))
+    samples: list[list[StepSample]] = [[] for _ in trainers]
+    for _ in range(rounds):
+        for number, trainer in enumerate(trainers):
+            samples[number].append(run(trainer))
+    return [_collected(own, peak, world) for own, peak in zip(samples, peaks, strict=True)]
+
+
+def _collected(samples: list[StepSample], peak_bytes: float, world: World) -> _Measured:
+    slowest = world.slowest([sample.step_s for sample in samples])
+    losses = world.slowest([sample.loss if math.isfinite(sample.loss) else math.inf for sample in samples])
+    phases = [statistics.median(getattr(s, key) for s in samples) for key in ("forward_s", "backward_s", "optimizer_s")]
+    each = [world.each(seconds) for seconds in phases]
+    steps = [
+        StepSample(step_s, sample.forward_s, sample.backward_s, sample.optimizer_s, loss)
+        for step_s, sample, loss in zip(slowest, samples, losses, strict=True)
+    ]
+    return _Measured(steps, [list(rank) for rank in zip(*each, strict=True)], world.slowest([peak_bytes])[0])
+
+
+def refusal(timing: Timing, losses: Sequence[float], throttled: str, most_spread: float) -> str:
+    """Why a row is not written; empty when it can be vouched for."""
+    if not all(math.isfinite(loss) for loss in losses):
+        return "the loss is not finite"
+    if timing.spread > most_spread:
+        return f"the steps scatter by {timing.spread:.1%} (interquartile range), more than {most_spread:.0%}"
+    return f"the clock was throttled: {throttled}" if throttled else ""
+
+
+def _write(
+    plan: StepPlan, measured: _Measured, world: World, table: MeasurementTable | None, limits: StepSettings
+) -> int:
+    timing = summary([sample.step_s for sample in measured.steps], "median of steps, slowest rank")
+    facts = state(world.machine)
+    losses = [sample.loss for sample in measured.steps]
+    reason = refusal(timing, losses, throttling(facts), limits.most_spread)
+    label = f"{plan.name} {plan.row['precision']}: {timing.median_s:.4g} s, spread {timing.spread:.1%}"
+    if reason:
+        world.say(f"{label}: not written, {reason}")
+        return 0
+    world.say(label)
+    if table is not None:
+        table.append(_row(plan, measured, world, timing, facts))
+    return 1
+
+
+def _row(plan: StepPlan, measured: _Measured, world: World, timing: Timing, facts: dict[str, str]) -> dict[str, Cell]:
+    notes = [str(plan.row["notes"]), f"device={world.machine.name}", world.machine.versions]
+    notes += [f"{key.rpartition('.')[2]}={value}" for key, value in facts.items() if "throttle" not in key]
+    phases = zip(("forward_s", "backward_s", "optimizer_s"), zip(*measured.stage_s, strict=True), strict=True)
+    label_info = [f"spread={timing.spread:.4f}", f"steps={timing.count}"]
+    label_info += [f"rank_{key}={'|'.join(f'{seconds:.5g}' for seconds in ranks)}" for key, ranks in phases]
+    tokens_per_s = plan.tokens / timing.median_s / plan.num_ranks
+    return plan.row | {
+        "run_id": run_id(plan, world),
+        "source_id": SOURCE_ID,
+        "source": "dataset_builder.benchmark",
+        "source_date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "license": LICENSE,
+        "framework_version": torch.__version__,
+        "iter_time_s": timing.median_s,
+        "tokens_per_s_per_gpu": tokens_per_s,
+        "samples_per_s": plan.sequences / timing.median_s,
+        "peak_mem_gb": measured.peak_bytes / 1e9 if measured.peak_bytes else None,
+        "measured_field": "iter_time_s",
+        "derivation": f"{timing.how}; plans interleaved",
+        "notes": "; ".join(notes),
+        "label_info": "; ".join(label_info),
+    }
