@@ -86,6 +86,8 @@ def _not_runnable(job: TrainingJob, layout: RankLayout) -> list[str]:
         reasons.append("software.compile: the reference program is eager")
     if layout.pipeline > 1 and plan.schedule != "1f1b":
         reasons.append(f"parallel.schedule: got {plan.schedule}; the reference program runs 1f1b")
+    if layout.num_microbatches < layout.pipeline:
+        reasons.append(f"batch: {layout.num_microbatches} microbatches do not fill {layout.pipeline} stages of 1f1b")
     if plan.sharding not in ("none", "zero3"):
         reasons.append(f"parallel.sharding: got {plan.sharding}; the reference program runs none and zero3 (FSDP2)")
     if plan.sharding == "zero3" and layout.tensor * layout.pipeline > 1:
@@ -204,13 +206,13 @@ def _not_said(job: TrainingJob, row: Mapping[str, Cell]) -> list[str]:
     except (RowError, JobError) as error:
         return [f"a row of the runs table cannot say this job: {error}"]
     parts = ("model", "batch", "precision", "parallel", "optimizer", "cluster", "software")
+    links = {"intra_node": job.cluster.gpus_per_node, "inter_node": job.cluster.num_nodes}
+    unused = {link for link, joined in links.items() if joined == 1}
+    unsaid = {"model": {"name"}, "precision": {"preset"}, "software": {"date"}, "cluster": unused}
     reasons = []
     for part in parts:
-        first, second = (getattr(each, part).model_dump(exclude=_UNSAID.get(part, set())) for each in (job, read))
+        first, second = (getattr(each, part).model_dump(exclude=unsaid.get(part)) for each in (job, read))
         for key in sorted(first):
             if first[key] != second[key]:
                 reasons.append(f"{part}.{key}: a row of the runs table would say {second[key]}, not {first[key]}")
     return reasons
-
-
-_UNSAID: dict[str, set[str]] = {"model": {"name"}, "precision": {"preset"}, "software": {"date"}}

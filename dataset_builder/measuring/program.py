@@ -90,7 +90,7 @@ def batch_of(plan: StepPlan, context: BlockContext, device: torch.device) -> Bat
     rows = sizes["M"] * (sizes["t"] if context.is_scattered else 1)
     shape = (local if plan.head.head == "classification" else full, batch)
     return Batch(
-        ids=integers(sizes["v"], batch, full),
+        ids=integers(sizes["v"], batch, full).clamp_(min=1),  # a split table takes one off
         positions=torch.arange(local, device=device).unsqueeze(0),
         types=integers(sizes["y"], batch, local),
         labels=integers(sizes["C" if plan.head.head == "classification" else "v"],

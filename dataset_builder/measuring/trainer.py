@@ -65,6 +65,36 @@ class _Clock:
         return [a.elapsed_time(b) * 1e-3 if self.is_gpu else b - a for a, b in pairs]
 
 
+class _TimedStage(PipelineStage):
+    """A pipeline stage that marks where its forward and backward passes begin and end."""
+
+    def __init__(self, plan: StepPlan, stage: Stage, index: int, group: dist.ProcessGroup) -> None:
+        device = stage.batch.ids.device
+        super().__init__(stage, index, plan.pipeline, device, group=group)
+        self.spans: dict[str, list[_Clock]] = {"forward": [], "backward": []}
+
+    def seconds(self, phase: str) -> float:
+        """All passes of a phase since the last call."""
+        spans, self.spans[phase] = self.spans[phase], []
+        return sum(span.seconds()[0] for span in spans)
+
+    @contextlib.contextmanager
+    def _span(self, phase: str) -> Iterator[None]:
+        clock = _Clock(self.device.type == "cuda")
+        clock.mark()
+        yield
+        clock.mark()
+        self.spans[phase].append(clock)
+
+    def forward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
+        with self._span("forward"):
+            return super().forward_one_chunk(*arguments, **options)
+
+    def backward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
+        with self._span("backward"):
+            return super().backward_one_chunk(*arguments, **options)
+
+
 @dataclass(frozen=True)
 class Groups:
     """The process groups of this rank by axis, and its place on each."""
@@ -107,7 +137,10 @@ class Trainer:
         self.module = self._spread()
         self.optimizer = _optimizer(plan, self.module)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=plan.loss_scaling)
-        self.schedule = self._schedule(places.stage) if plan.pipeline > 1 else None
+        self.pipe: _TimedStage | None = None
+        if plan.pipeline > 1:
+            self.pipe = _TimedStage(plan, self.stage, places.stage, self.groups["pipeline"])
+            self.schedule = Schedule1F1B(self.pipe, plan.num_microbatches, loss_fn=lambda loss, _: loss.sum())
 
     def _spread(self) -> nn.Module:
         """The stage as data-parallel ranks hold it."""
@@ -135,16 +168,12 @@ class Trainer:
             module.register_comm_hook(self.groups["data"], _HOOKS[plan.grad_reduce])
         return module
 
-    def _schedule(self, index: int) -> Any:
-        stage = PipelineStage(self.stage, index, self.plan.pipeline, self.device, group=self.groups["pipeline"])
-        return Schedule1F1B(stage, self.plan.num_microbatches, loss_fn=lambda loss, _: loss.sum())
-
     def step(self, kernels: RealKernels) -> StepSample:
         """One optimizer step."""
         clock = _Clock(self.device.type == "cuda")
         clock.mark()
         self.optimizer.zero_grad(set_to_none=not self.plan.embedding.accumulate)
-        loss = self._microbatches(clock) if self.schedule is None else self._pipelined(self.schedule, clock)
+        loss = self._microbatches(clock) if self.pipe is None else self._pipelined(clock)
         self._reduce_outside_autograd()
         if self.plan.optimizer != "none":
             self.scaler.unscale_(self.optimizer)
@@ -155,7 +184,9 @@ class Trainer:
         self.stage.rules.clear()
         kernels.forget()
         seconds = clock.seconds()
-        phases = seconds[:-1] if self.schedule is None else [0.0, seconds[0]]
+        phases = seconds[:-1]
+        if self.pipe is not None:
+            phases = [self.pipe.seconds(phase) for phase in ("forward", "backward")]
         return StepSample(
             step_s=sum(seconds),
             forward_s=sum(phases[0::2]),
@@ -176,18 +207,18 @@ class Trainer:
             self.stage.rules.clear()
         return loss.detach()
 
-    def _pipelined(self, schedule: Any, clock: _Clock) -> Tensor:
-        """All microbatches through the schedule: its forward and backward passes are not told apart."""
+    def _pipelined(self, clock: _Clock) -> Tensor:
+        """All microbatches through the schedule."""
         count = self.plan.num_microbatches
         losses: list[Tensor] = []
         with computing(self.plan, self.device):
             if self.stage.is_first:
-                schedule.step(self.stage.batch.ids.repeat(count, 1))
+                self.schedule.step(self.stage.batch.ids.repeat(count, 1))
             elif self.stage.is_last:
                 target = torch.zeros(count, device=self.device)
-                schedule.step(target=target, losses=losses)
+                self.schedule.step(target=target, losses=losses)
             else:
-                schedule.step()
+                self.schedule.step()
         clock.mark()
         return torch.stack(losses).mean().detach() if losses else torch.zeros(())
 
