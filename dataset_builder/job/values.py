@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
-def _whole_number(value: Any) -> Any:
+def whole_number(value: Any) -> Any:
     """Reads ``"4096"``, ``"1e12"`` and ``4096.0`` as integers; leaves everything else to pydantic."""
     if isinstance(value, bool):
         raise ValueError("expected a whole number, not true or false")
@@ -22,11 +22,11 @@ def _whole_number(value: Any) -> Any:
     return value
 
 
-Count = Annotated[int, BeforeValidator(_whole_number), Field(ge=1, le=2**62)]
-CountOrZero = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, le=2**62)]
+Count = Annotated[int, BeforeValidator(whole_number), Field(ge=1, le=2**62)]
+CountOrZero = Annotated[int, BeforeValidator(whole_number), Field(ge=0, le=2**62)]
 # Layers, stages and the GPUs of a node are walked one by one: no real job has more, and a slip of the pen is told.
-WalkedCount = Annotated[int, BeforeValidator(_whole_number), Field(ge=1, le=10_000)]
-WalkedCountOrZero = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, le=10_000)]
+WalkedCount = Annotated[int, BeforeValidator(whole_number), Field(ge=1, le=10_000)]
+WalkedCountOrZero = Annotated[int, BeforeValidator(whole_number), Field(ge=0, le=10_000)]
 
 
 class Frozen(BaseModel):

@@ -1,0 +1,148 @@
+"""axolotl's YAML: a base model by name, batch and sequence, FSDP or DeepSpeed, adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dataset_builder.job.importers.config_file import ConfigFile
+from dataset_builder.job.importers.model_names import preset_called
+from dataset_builder.job.importers.reading import Draft, Reading
+
+NAME, KNOWN_BY = "axolotl YAML", "base_model, sequence_len, micro_batch_size, datasets"
+_MARKS = ("base_model", "sequence_len", "datasets", "micro_batch_size", "gradient_accumulation_steps", "adapter",
+          "sample_packing", "dataset_prepared_path", "lr_scheduler", "flash_attention", "val_set_size")  # fmt: skip
+_IGNORED = (
+    "plugins", "dataset*", "special_tokens*", "output_dir", "num_epochs", "lr_scheduler*", "learning_rate", "logging_steps",
+    "save*", "warmup*", "weight_decay", "val_set_size", "eval*", "wandb_*", "seed", "tokenizer*", "model_type", "hub_*",
+    "chat_template", "group_by_length", "train_on_inputs", "early_stopping*", "resume*", "auto_resume*", "local_rank",
+    "xformers*", "is_*_derived_model", "trust_remote_code", "strict", "load_in_*", "lora_*", "fsdp", "fsdp_*",
+    "deepspeed", "adam_*", "max_grad_norm", "tf32", "gradient_checkpointing_kwargs*", "test_datasets", "tokens", "debug",
+    "pad_to_sequence_len", "shuffle*", "base_model_config", "cut_cross_entropy", "liger_*", "mlflow*", "comet*",
+    "sample_packing", "eval_sample_packing", "loraplus*", "rl", "pretraining_dataset*", "revision_of_model", "use_*",
+)  # fmt: skip
+_OPTIMIZERS = (("muon", "muon"), ("lion", "lion"), ("adafactor", "adafactor"), ("adam", "adamw"), ("sgd", "sgd"))
+
+
+def likeness(file: ConfigFile) -> int:
+    count = sum(mark in file.values for mark in _MARKS)
+    return count if "base_model" in file.values and count >= 2 else 0
+
+
+def read(file: ConfigFile) -> Reading:
+    draft = Draft(file, "axolotl")
+    read_named_model(draft, "base_model")
+    draft.take("batch.seq_length", "sequence_len")
+    draft.take("batch.micro_batch_size", "micro_batch_size")
+    if draft.take("batch.gradient_accumulation_steps", "gradient_accumulation_steps") is None:
+        draft.default("batch.gradient_accumulation_steps", 1)
+    _read_layout(draft)
+    read_amp(draft, "bf16", "fp16", "tf32")
+    if draft.flag("fp8"):
+        draft.state("precision.preset", "fp8_tensorwise", "fp8")
+        draft.warn("bf16 and fp8 are both on: linears run in fp8_tensorwise, everything else in bf16")
+    checkpointing = draft.flag("gradient_checkpointing")
+    draft.state("parallel.recompute.mode", "full" if checkpointing else "none", "gradient_checkpointing")
+    _read_adapter(draft)
+    _read_software(draft)
+    if draft.flag("sample_packing"):
+        draft.warn("sample_packing: packed sequences are predicted as full ones (attention over the whole length)")
+    steps = draft.count("max_steps")
+    if steps and steps > 0:
+        draft.state("training.steps", steps, "max_steps")
+    draft.framework("axolotl", is_engine=False)
+    draft.understood(*_IGNORED)
+    return draft.reading()
+
+
+def read_named_model(draft: Draft, key: str) -> None:
+    """The shipped model of a name; a name of another model or a folder is asked for by its config.json."""
+    name = draft.text(key, asks="model")
+    if name is None:
+        return
+    if known := preset_called(name):
+        draft.imply("model.preset", known, f"{key}: {name[:80]}")
+    else:
+        draft.ask("model", f"{key} {name[:80]} is no shipped model")
+
+
+def read_amp(draft: Draft, bf16: str, fp16: str, tf32: str) -> None:
+    """Automatic mixed precision of a Hugging Face trainer: one of two formats, or fp32 (TF32 when switched on)."""
+    on_bf16, on_fp16 = (draft.flag(key, asks="precision.preset") for key in (bf16, fp16))
+    if on_bf16 and on_fp16:
+        draft.refuse(f"{bf16} and {fp16} are both true; expected one of them")
+    elif on_bf16 or on_fp16:
+        draft.state("precision.preset", "bf16_mixed" if on_bf16 else "fp16_mixed", bf16 if on_bf16 else fp16)
+        if draft.flag(tf32):
+            draft.warn(f"{tf32} beside {bf16 if on_bf16 else fp16}: only what stays in fp32 would use it; not modelled")
+    elif not any(draft.has(key) and draft.flag(key) is None for key in (bf16, fp16)):
+        name = "tf32" if draft.flag(tf32) else "fp32"
+        draft.default("precision.preset", name, f"{bf16} and {fp16} are off")
+
+
+def _read_layout(draft: Draft) -> None:
+    draft.take("parallel.tensor", "tensor_parallel_size")
+    draft.take("parallel.context", "context_parallel_size", "sequence_parallel_degree")
+    draft.take("parallel.expert", "expert_parallel_size")
+    shards, replicas = draft.count("dp_shard_size"), draft.count("dp_replicate_size")
+    keys = ("dp_shard_size", "dp_replicate_size")
+    if shards or replicas:
+        data = max(1, shards or 1) * max(1, replicas or 1)
+        draft.state("parallel.data", data, *keys, note=f"{shards or 1} x {replicas or 1}")
+    is_fsdp = draft.has("fsdp", "fsdp_config", "fsdp_version", "dp_shard_size")
+    if draft.has("deepspeed"):
+        name = draft.text("deepspeed") if not isinstance(draft.raw("deepspeed"), Mapping) else None
+        if name:
+            draft.extend(name)
+            draft.ask("parallel.sharding", f"deepspeed {name[:80]} is another file; give it too")
+    elif (replicas or 1) > 1 and (shards or 1) > 1:
+        draft.state("parallel.sharding", "hsdp", *keys)
+        draft.state("parallel.shard_size", (shards or 1) * (draft.get("parallel.context") or 1), *keys)
+    elif is_fsdp and (shards is None or shards > 1):
+        keeps = draft.flag("fsdp_config.reshard_after_forward", "fsdp_config.fsdp_reshard_after_forward") is False
+        draft.state("parallel.sharding", "zero2" if keeps else "zero3", "fsdp", "fsdp_config", "dp_shard_size")
+    else:
+        draft.default("parallel.sharding", "none", "data parallel without FSDP or DeepSpeed")
+    if draft.flag("fsdp_config.offload_params", "fsdp_config.fsdp_offload_params"):
+        draft.warn("fsdp_config.offload_params is not modelled; the time is without it")
+    draft.default("parallel.sequence_parallel", False)
+
+
+def _read_adapter(draft: Draft) -> None:
+    adapter = draft.text("adapter")
+    if adapter is None:
+        return
+    if "lora" not in adapter:
+        draft.warn(f"adapter {adapter[:30]} is not modelled; predicted as training every weight")
+        return
+    rank = draft.count("lora_r")
+    draft.state("model.lora.rank", rank or 16, "lora_r", "adapter")
+    targets = str(draft.raw("lora_target_modules", "lora_target_linear") or "")
+    wide = any(word in targets for word in ("gate", "up_proj", "down", "True", "mlp", "all"))
+    draft.state("model.lora.targets", "attention_and_mlp" if wide else "attention", "lora_target_modules",
+                "lora_target_linear", "adapter")  # fmt: skip
+    if adapter == "qlora" or draft.flag("load_in_4bit") or draft.flag("load_in_8bit"):
+        draft.warn("weights in 4 or 8 bit are not modelled; predicted as frozen 16-bit weights")
+
+
+def _read_software(draft: Draft) -> None:
+    kernel = draft.text("attn_implementation") or ""
+    if draft.flag("flash_attention") or kernel.startswith("flash"):
+        draft.state("software.attention", "flash", "flash_attention", "attn_implementation")
+    elif kernel == "eager" or draft.flag("eager_attention"):
+        draft.state("software.attention", "unfused", "attn_implementation", "eager_attention")
+    draft.understood("sdp_attention", "flex_attention")
+    if (compiles := draft.flag("torch_compile")) is not None:
+        draft.state("software.compile", compiles, "torch_compile")
+    read_optimizer(draft, "optimizer")
+
+
+def read_optimizer(draft: Draft, key: str) -> None:
+    """A Hugging Face trainer's optimizer: its family; 8-bit states are told."""
+    name = (draft.text(key) or "").lower()
+    known = next((known for word, known in _OPTIMIZERS if word in name), None)
+    if known:
+        draft.state("optimizer.name", known, key)
+    elif name:
+        draft.warn(f"{key} {name[:40]} is not modelled; adamw is taken")
+    if "8bit" in name or "paged" in name:
+        draft.warn(f"{key} {name[:40]}: 8-bit or paged states are not modelled")

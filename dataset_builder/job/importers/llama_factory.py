@@ -1,0 +1,86 @@
+"""LLaMA-Factory's YAML, which names a Hugging Face trainer's arguments."""
+
+from __future__ import annotations
+
+from dataset_builder.job.importers.axolotl import read_amp, read_named_model, read_optimizer
+from dataset_builder.job.importers.config_file import ConfigFile
+from dataset_builder.job.importers.reading import Draft, Reading
+
+NAME, KNOWN_BY = "LLaMA-Factory YAML", "model_name_or_path, finetuning_type, cutoff_len"
+_MARKS = ("model_name_or_path", "finetuning_type", "cutoff_len", "per_device_train_batch_size", "stage", "template",
+          "gradient_accumulation_steps", "do_train", "lora_rank", "lora_target")  # fmt: skip
+_IGNORED = (
+    "stage", "do_*", "template", "dataset*", "overwrite_*", "preprocessing_*", "output_dir", "logging_*", "save_*",
+    "plot_loss", "learning_rate", "num_train_epochs", "lr_scheduler*", "warmup_*", "ddp_*", "resume_*", "val_size",
+    "per_device_eval*", "eval_*", "max_samples", "report_to", "trust_remote_code", "weight_decay", "max_grad_norm",
+    "seed", "packing", "lora_*", "deepspeed", "fsdp*", "dataloader_*", "run_name", "pref_*", "freeze_*", "predict_*",
+    "image_*", "video_*", "tokenized_path", "streaming", "adam_*", "include_*", "neat_packing", "quantization_*",
+    "enable_liger_kernel", "use_unsloth*", "rope_scaling", "shift_attn", "additional_target", "ref_model", "buffer_size",
+)  # fmt: skip
+
+
+def likeness(file: ConfigFile) -> int:
+    count = sum(mark in file.values for mark in _MARKS)
+    return count if "model_name_or_path" in file.values and count >= 3 else 0
+
+
+def read(file: ConfigFile) -> Reading:
+    draft = Draft(file, "LLaMA-Factory")
+    read_named_model(draft, "model_name_or_path")
+    if draft.take("batch.seq_length", "cutoff_len") is None:
+        draft.default("batch.seq_length", 2048, "cutoff_len")
+    draft.take("batch.micro_batch_size", "per_device_train_batch_size")
+    if draft.take("batch.gradient_accumulation_steps", "gradient_accumulation_steps") is None:
+        draft.default("batch.gradient_accumulation_steps", 1)
+    if draft.flag("pure_bf16"):
+        draft.state("precision.preset", "bf16", "pure_bf16")
+        draft.raw("bf16", "fp16", "tf32")
+    else:
+        read_amp(draft, "bf16", "fp16", "tf32")
+    if draft.flag("fp8"):
+        draft.state("precision.preset", "fp8_tensorwise", "fp8")
+        draft.warn("bf16 and fp8 are both on: linears run in fp8_tensorwise, everything else in bf16")
+    _read_sharding(draft)
+    _read_adapter(draft)
+    kernel = draft.text("flash_attn") or ""
+    if kernel in ("fa2", "fa3", "sdpa"):
+        draft.state("software.attention", "flash", "flash_attn")
+    elif kernel == "disabled":
+        draft.state("software.attention", "unfused", "flash_attn")
+    if (compiles := draft.flag("torch_compile")) is not None:
+        draft.state("software.compile", compiles, "torch_compile")
+    read_optimizer(draft, "optim")
+    steps = draft.count("max_steps")
+    if steps and steps > 0:
+        draft.state("training.steps", steps, "max_steps")
+    draft.framework("llama-factory", is_engine=False)
+    draft.understood(*_IGNORED)
+    return draft.reading()
+
+
+def _read_sharding(draft: Draft) -> None:
+    off = draft.flag("disable_gradient_checkpointing")
+    if off is not None:
+        draft.state("parallel.recompute.mode", "none" if off else "full", "disable_gradient_checkpointing")
+    draft.default("parallel.recompute.mode", "full", "gradient checkpointing is on")
+    name = draft.text("deepspeed")
+    if name:
+        draft.extend(name)
+        draft.ask("parallel.sharding", f"deepspeed {name[:80]} is another file; give it too")
+    elif draft.has("fsdp"):
+        draft.state("parallel.sharding", "zero3" if "full_shard" in str(draft.raw("fsdp")) else "zero2", "fsdp")
+    draft.default("parallel.sequence_parallel", False)
+
+
+def _read_adapter(draft: Draft) -> None:
+    kind = draft.text("finetuning_type") or "lora"
+    if kind == "lora":
+        rank = draft.count("lora_rank")
+        draft.state("model.lora.rank", rank or 8, "lora_rank", "finetuning_type")
+        targets = str(draft.raw("lora_target") or "all")
+        wide = any(word in targets for word in ("all", "gate", "up_proj", "down"))
+        draft.state("model.lora.targets", "attention_and_mlp" if wide else "attention", "lora_target", "finetuning_type")
+    elif kind != "full":
+        draft.warn(f"finetuning_type {kind[:30]} is not modelled; predicted as training every weight")
+    if draft.has("quantization_bit"):
+        draft.warn("quantization_bit: weights in 4 or 8 bit are not modelled; predicted as frozen 16-bit weights")

@@ -1,0 +1,322 @@
+"""Several readings as one job: what they agree on, what follows from them, and what is still to be asked.
+
+In: readings and ``--set`` values. Out: an :class:`ImportedJob`, the plain values of a job file with the origin of
+each. Raises JobError with every question and every contradiction at once, each with its arithmetic, or CannotRunError
+when only the layout does not fit the GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from dataset_builder.job.errors import CannotRunError, JobError
+from dataset_builder.job.importers.model_names import contradictions, parameters_text
+from dataset_builder.job.importers.reading import Rank, Reading, Setting, as_count
+from dataset_builder.job.reasons import shown
+from dataset_builder.job.schema import TrainingJob, overridden
+
+_GPUS, _STEPS = ("cluster", "num_gpus"), ("batch", "gradient_accumulation_steps")
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_ALWAYS = ("batch.seq_length", "batch.micro_batch_size", "batch.global_batch_size", "cluster.gpu", "cluster.num_gpus")
+_HINTS = {
+    "model": "no file gives a model; give its config.json as another file, or --set model.preset=NAME",
+    "batch.seq_length": "tokens of a sequence; --set batch.seq_length=N",
+    "batch.micro_batch_size": "sequences a GPU computes at once; --set batch.micro_batch_size=N",
+    "batch.global_batch_size": "sequences of an optimizer step; --set batch.global_batch_size=N, or "
+    "--set batch.gradient_accumulation_steps=N",
+    "cluster.gpu": "the device, e.g. --set cluster.gpu=H100-SXM5-80GB",
+    "cluster.num_gpus": "how many GPUs in all; --set cluster.num_gpus=N (or cluster.num_nodes, cluster.gpus_per_node)",
+}
+
+
+@dataclass(frozen=True)
+class ImportedJob:
+    """``data`` as a job file holds it; ``origins`` by key path; ``warnings`` for the reader."""
+
+    data: Mapping[str, Any]
+    origins: Mapping[str, str]
+    warnings: tuple[str, ...]
+    job: TrainingJob
+
+
+def merge(readings: Sequence[Reading], overrides: Mapping[str, Any] | None = None) -> ImportedJob:
+    """One job from all readings; ``overrides`` (``--set``) win over every file."""
+    overrides = overrides or {}
+    source = ", ".join(dict.fromkeys("standard input" if each.path == "-" else each.path for each in readings))
+    settings, reasons = _agreed(readings, overrides)
+    warnings = [warning for reading in readings for warning in reading.warnings] + _absent_bases(readings)
+    _choose_model(settings, warnings)
+    draft = _JobDraft(settings, overrides, reasons + [reason for reading in readings for reason in reading.reasons])
+    draft.derive_cluster()
+    draft.derive_batch()
+    draft.ask(readings)
+    if draft.reasons:
+        raise JobError(list(dict.fromkeys([*draft.reasons, *draft.layout])), source)
+    if draft.layout:
+        raise CannotRunError(draft.layout, source)
+    job = TrainingJob.parse(draft.data, source=source)
+    if job.precision.preset is None and "precision" not in draft.data:
+        warnings.append("precision: no file gives it, so the default bf16_mixed is taken; --set precision=NAME changes it")
+    warnings.append(f"model: {parameters_text(job.model)} parameters")
+    warnings += contradictions(job.model, [*(each.path for each in readings if each.path != "-"), job.name or ""])
+    return ImportedJob(draft.data, draft.leaf_origins(), tuple(dict.fromkeys(warnings)), job)
+
+
+def _agreed(readings: Sequence[Reading], overrides: Mapping[str, Any]) -> tuple[dict[str, Setting], list[str]]:
+    """The firmest value of every key path; two firm ones that differ are a reason, unless ``--set`` decides."""
+    bases = {PurePath(name).name for reading in readings for name in reading.extends}
+    candidates: dict[str, list[Setting]] = {}
+    for reading in readings:
+        is_base = PurePath(reading.path).name in bases
+        for path, setting in reading.settings.items():
+            rank = Rank.INHERITED if is_base and setting.rank is Rank.STATED else setting.rank
+            candidates.setdefault(path, []).append(Setting(setting.value, setting.origin, rank))
+    settings, reasons = {}, []
+    for path, options in candidates.items():
+        best = min(option.rank for option in options)
+        firm = [option for option in options if option.rank == best]
+        settings[path] = firm[0]
+        different = next((option for option in firm if option.value != firm[0].value), None)
+        if different and best is not Rank.DEFAULT and not _is_set(path, overrides):
+            reasons.append(
+                f"{path}: {shown(firm[0].value)} in {firm[0].origin}, {shown(different.value)} in {different.origin}; "
+                f"expected one value, e.g. --set {path}={_plain(firm[0].value)}"
+            )
+    return settings, reasons
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _is_set(path: str, overrides: Mapping[str, Any]) -> bool:
+    """Whether ``--set`` gives a key path, or the whole that it is a part of."""
+    whole_model = any(given in ("model.preset", "model.config") for given in overrides) and path.startswith("model.")
+    return whole_model or any(path == given or path.startswith(f"{given}.") for given in overrides)
+
+
+def _absent_bases(readings: Sequence[Reading]) -> list[str]:
+    given = {PurePath(reading.path).name for reading in readings}
+    return [
+        f"{PurePath(reading.path).name}: refers to {shown(name)}, which is not read from there; give it as another file"
+        for reading in readings
+        for name in reading.extends
+        if PurePath(name).name not in given
+    ]
+
+
+def _choose_model(settings: dict[str, Setting], warnings: list[str]) -> None:
+    """A model's name gives way to the sizes of another file; single sizes beside a name are changes to it."""
+    named = settings.get("model.preset")
+    if named is None:
+        return
+    sizes = [f"model.{size}" for size in _SIZES[:2]]
+    if all(size in settings for size in sizes):
+        del settings["model.preset"]
+        warnings.append(f"model: {named.value} is named in {named.origin}; the sizes of {settings[sizes[0]].origin} hold")
+        return
+    for path in [path for path in settings if path.startswith("model.") and path not in ("model.preset", "model.name")]:
+        settings[f"model.overrides.{path[6:]}"] = settings.pop(path)
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for path, value in values.items():
+        *parents, key = path.split(".")
+        node = nested
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[key] = value
+    return nested
+
+
+class _JobDraft:
+    """A job's plain values while what follows from them is filled in; ``layout`` holds what does not fit the GPUs."""
+
+    def __init__(self, settings: Mapping[str, Setting], overrides: Mapping[str, Any], reasons: list[str]) -> None:
+        self.data: dict[str, Any] = overridden(
+            _nested({path: setting.value for path, setting in settings.items()}), overrides
+        )
+        self.origins = {path: setting.origin for path, setting in settings.items()}
+        self.overrides = overrides
+        self.origins |= dict.fromkeys(overrides, "given with --set")
+        self.reasons = reasons
+        self.layout: list[str] = []
+        self._data_size: int | None = None
+
+    def _part(self, key: str) -> dict[str, Any]:
+        part = self.data.get(key)
+        return part if isinstance(part, dict) else {}
+
+    def _number(self, part: str, key: str) -> int | None:
+        """A whole number of the data; a broken one is ``None`` here and reported by the job's validation."""
+        try:
+            value = self._part(part).get(key)
+            return None if value is None else as_count(value)
+        except (ValueError, TypeError, OverflowError):
+            return None
+
+    def _fill(self, path: str, value: Any, origin: str) -> None:
+        part, key = path.split(".")
+        self.data.setdefault(part, {})[key] = value
+        self.origins[path] = origin
+
+    def _layout_size(self) -> tuple[int, str]:
+        """GPUs of one copy of the model, and how they are multiplied."""
+        sizes = {axis: max(1, self._number("parallel", axis) or 1) for axis in ("tensor", "pipeline", "context")}
+        written = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "tensor")
+        return math.prod(sizes.values()), written
+
+    def derive_cluster(self) -> None:
+        """Nodes from the GPUs in all, GPUs from a layout whose data-parallel size is stated; checks one by the other."""
+        ranks, layout = self._layout_size()
+        stated_data = self._number("parallel", "data")
+        total, origin = self._number(*_GPUS), self.origins.get(".".join(_GPUS), "")
+        self._part("cluster").pop(_GPUS[1], None)
+        nodes, per_node = self._number("cluster", "num_nodes"), self._number("cluster", "gpus_per_node")
+        if total is None and nodes is None and stated_data:
+            total, origin = ranks * stated_data, f"{layout} x data {stated_data} ({self.origins.get('parallel.data')})"
+        if total is not None and total > 0:
+            self._split_nodes(total, origin)
+            nodes, per_node = self._number("cluster", "num_nodes"), self._number("cluster", "gpus_per_node")
+        if nodes is None or per_node is None:
+            return
+        given = nodes * per_node
+        if given % ranks or (stated_data and given != ranks * stated_data):
+            needed = f"{layout}{f' x data {stated_data}' if stated_data else ''} = {ranks * (stated_data or 1)}"
+            wanted = "GPUs" if stated_data else "GPUs or a multiple of it"
+            self.layout.append(
+                f"cluster: {nodes} nodes x {per_node} = {given} GPUs ({self.origins.get('cluster.num_nodes')}), but "
+                f"{needed} {wanted} are needed; e.g. --set cluster.num_gpus={ranks * (stated_data or 1)}"
+            )
+        else:
+            self._data_size = given // ranks
+
+    def _split_nodes(self, total: int, origin: str) -> None:
+        nodes, per_node = self._number("cluster", "num_nodes"), self._number("cluster", "gpus_per_node")
+        by_set = [key for key in ("num_nodes", "gpus_per_node") if f"cluster.{key}" in self.overrides]
+        if nodes and per_node and nodes * per_node != total and ".".join(_GPUS) in self.overrides:
+            nodes = None  # the files' nodes give way to the GPUs asked for
+        elif nodes and per_node and len(by_set) == 2:
+            return
+        if nodes and per_node:
+            if nodes * per_node != total:
+                self.layout.append(
+                    f"cluster: {nodes} nodes x {per_node} = {nodes * per_node} GPUs, but {total} by {origin}; "
+                    "expected the same number"
+                )
+            return
+        if per_node is None:
+            fits = [size for size in range(1, 9) if total % size == 0]
+            per_node = total // nodes if nodes and total % nodes == 0 else max(fits)
+            note = f"{origin} / {nodes} nodes" if nodes else f"nodes of {per_node} assumed"
+            self._fill("cluster.gpus_per_node", per_node, note)
+        if total % per_node:
+            smaller = min(total, per_node)
+            if total > per_node:
+                self.layout.append(f"cluster: {total} GPUs ({origin}) are no whole number of nodes of {per_node}")
+                return
+            self._fill("cluster.gpus_per_node", smaller, f"{origin}: less than one node")
+            per_node = smaller
+        self._fill("cluster.num_nodes", total // per_node, f"{total} GPUs ({origin}) / {per_node} a node")
+
+    def derive_batch(self) -> None:
+        """The global batch from accumulation steps, or a check of it: batch = micro x steps x data-parallel GPUs."""
+        steps, origin = self._number(*_STEPS), self.origins.get(".".join(_STEPS))
+        self._part("batch").pop(_STEPS[1], None)
+        micro, stated = self._number("batch", "micro_batch_size"), self._number("batch", "global_batch_size")
+        data = self._data_size
+        if not steps or not data:
+            return
+        if not micro:
+            if stated and stated % (steps * data) == 0 and self._part("batch").get("micro_batch_size") is None:
+                note = f"global batch {stated} / (accumulation {steps} x data {data})"
+                self._fill("batch.micro_batch_size", stated // (steps * data), note)
+            return
+        product = micro * steps * data
+        written = f"micro batch {micro} x accumulation {steps} x {data} data-parallel GPUs"
+        if stated is None:
+            self._fill("batch.global_batch_size", product, f"{written} ({origin})")
+        elif stated != product and "batch.global_batch_size" not in self.overrides:
+            self.reasons.append(
+                f"batch.global_batch_size: {stated} ({self.origins.get('batch.global_batch_size')}), but {written} = "
+                f"{product} ({origin}); expected the same number"
+            )
+
+    def ask(self, readings: Sequence[Reading]) -> None:
+        """One line for everything that is missing: what a file left open, then what no file speaks of."""
+        questions: dict[str, str] = {}
+        for reading in readings:
+            for path, why in reading.questions.items():
+                questions[path] = f"{questions[path]}; {why}" if path in questions else why
+        steps = ".".join(_STEPS)
+        if "batch" in self.data and self._part("batch").get("global_batch_size") is not None:
+            questions.pop(steps, None)
+        if steps in self.overrides:
+            questions.pop("batch.global_batch_size", None)
+        if self._part("cluster").get("num_nodes") is not None:
+            questions.pop(".".join(_GPUS), None)
+        for path, why in questions.items():
+            if not self._is_known(path):
+                hint = _HINTS.get(path, f"--set {path}={_example(path)}")
+                self.reasons.append(f"{path}: missing, as {why}; {hint}")
+        for path in ("model", *(f"model.{size}" for size in _SIZES), *_ALWAYS):
+            if path not in questions and not self._is_known(path):
+                self.reasons.append(f"{path}: missing; {_HINTS.get(path, f'--set {path}={_example(path)}')}")
+
+    def _is_known(self, path: str) -> bool:
+        part, _, key = path.partition(".")
+        held = self.data.get(part)
+        if part == "model" and isinstance(held, dict):
+            whole = any(held.get(way) is not None for way in ("preset", "config", "sizes"))
+            return bool(held) if not key else whole or _value_at(held, key) is not None
+        if part == "model" and key:
+            return True  # the whole model is asked for
+        if path == "cluster.num_gpus":
+            return self._part("cluster").get("num_nodes") is not None
+        if path == "batch.global_batch_size" and self._has_open_steps():
+            return True
+        if path == "precision.preset" and isinstance(held, dict):
+            return held.get("preset") is not None or held.get("compute") is not None
+        return _value_at(held, key) is not None if key and not isinstance(held, str) else held is not None
+
+    def _has_open_steps(self) -> bool:
+        """Whether accumulation is known and only waits for the micro batch or the GPUs, which are asked for."""
+        return ".".join(_STEPS) in self.origins and not (self._number("batch", "micro_batch_size") and self._data_size)
+
+    def leaf_origins(self) -> dict[str, str]:
+        """The origin of every value, by its key path in the data."""
+        return {path: self._origin(path) for path, _ in _leaves(self.data, "")}
+
+    def _origin(self, path: str) -> str:
+        plain = path.replace("model.overrides.", "model.", 1).replace("model.sizes.", "model.", 1)
+        if _is_set(path, self.overrides) or _is_set(plain, self.overrides):
+            return "given with --set"
+        return self.origins.get(path) or self.origins.get(plain) or "derived"
+
+
+def _value_at(node: Any, path: str) -> Any:
+    for part in path.split("."):
+        if not isinstance(node, Mapping):
+            return None
+        node = node.get(part)
+    return node
+
+
+def _example(path: str) -> str:
+    words = {"model.normalization": "rmsnorm|layernorm", "model.activation": "swiglu|gelu",
+             "model.tie_embeddings": "true|false", "model.bias": "true|false",
+             "model.position_embedding": "rope|learned|none", "precision.preset": "bf16_mixed"}  # fmt: skip
+    return words.get(path, "N")
+
+
+def _leaves(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

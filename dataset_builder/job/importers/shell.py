@@ -1,0 +1,458 @@
+"""Reads a launch script far enough to know the commands it runs: variables, defaults, arrays, if and case.
+
+Nothing is executed. What only a running shell knows (positional arguments, other programs' output, files) stays
+written as it is. A condition that cannot be decided counts as false and is told. Loops and functions are read once.
+Bounded: words, variables and the script itself have a largest size.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+_MAX_CHARACTERS = 4 * 2**20  # of all expansions together
+_MAX_WORDS = 20_000
+_ASSIGNMENT = re.compile(r"^([A-Za-z_][A-Za-z0-9_]*)(\+?)=", re.DOTALL)
+_KEYWORDS = {"then", "do", "done", "{", "}", "time", "exec", "eval", "export", "declare", "local", "readonly", "typeset"}
+_PLAIN = re.compile(r"[^\s;|&()'\"\\$`]+")
+# Brackets inside brackets once; unambiguous, so that no text takes longer than it is long.
+_EXPANSION = re.compile(
+    r"\$\(\((?:[^()]|\([^()]*\))*\)\)|\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`|\$\{(?:[^{}]|\{[^{}]*\})*\}|\$\w+|\$[@*#?$!]"
+)
+_OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")", "\n")
+
+
+@dataclass
+class _Word:
+    """Parts of a word: text, and whether it stood in quotes (no splitting) or in single quotes (no expansion)."""
+
+    parts: list[tuple[str, bool, bool]] = field(default_factory=list)
+    array: list[_Word] | None = None
+
+    @property
+    def raw(self) -> str:
+        return "".join(text for text, _, _ in self.parts)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a script runs: each command as its words, and what could not be told."""
+
+    commands: tuple[tuple[str, ...], ...]
+    variables: dict[str, list[str]]
+    notes: tuple[str, ...]
+
+
+def read_script(text: str) -> Script:
+    """Follows a script; raises ValueError when it is too large to follow."""
+    interpreter = _Interpreter()
+    interpreter.define_slurm(text)
+    words: list[_Word] = []
+    for token in _tokens(text):
+        if isinstance(token, str):
+            interpreter.command(words, token)
+            words = []
+        else:
+            words.append(token)
+    interpreter.command(words, "\n")
+    return Script(tuple(interpreter.commands), interpreter.variables, tuple(dict.fromkeys(interpreter.notes)))
+
+
+def _tokens(text: str) -> Iterator[_Word | str]:
+    """Words and operators; comments, line continuations and here-documents are gone."""
+    text = _without_here_documents(text.replace("\r\n", "\n").replace("\\\n", " "))
+    position, end = 0, len(text)
+    while position < end:
+        if text[position] in " \t":
+            position += 1
+        elif text[position] == "#":
+            position = _line_end(text, position)
+        elif found := next((mark for mark in _OPERATORS if text.startswith(mark, position)), None):
+            yield found
+            position += len(found)
+        else:
+            word, position = _word(text, position)
+            yield word
+
+
+def _line_end(text: str, position: int) -> int:
+    end = text.find("\n", position)
+    return len(text) if end < 0 else end
+
+
+def _without_here_documents(text: str) -> str:
+    kept, waiting = [], ""
+    for line in text.split("\n"):
+        if waiting:
+            waiting = "" if line.strip() == waiting else waiting
+            continue
+        match = re.search(r"<<-?\s*[\"']?([A-Za-z_]\w*)[\"']?", line)
+        waiting = match[1] if match and not line.lstrip().startswith("#") and "<<<" not in line else ""
+        kept.append(line)
+    return "\n".join(kept)
+
+
+def _word(text: str, position: int) -> tuple[_Word, int]:
+    word, start = _Word(), position
+    while position < len(text):
+        character = text[position]
+        if character in " \t\n;|&)" or (character == "(" and not text[start:position].endswith("=")):
+            if character == "(" and position == start:
+                position += 1
+            break
+        if character == "(":
+            word.array, position = _array(text, position + 1)
+        elif character == "'":
+            close = text.find("'", position + 1)
+            close = len(text) if close < 0 else close
+            word.parts.append((text[position + 1 : close], True, True))
+            position = close + 1
+        elif character == '"':
+            inner, position = _quoted(text, position + 1)
+            word.parts.append((inner, True, False))
+        elif character == "\\":
+            word.parts.append((text[position + 1 : position + 2], True, True))
+            position += 2
+        elif character in "$`":
+            close = _expansion_end(text, position)
+            word.parts.append((text[position:close], False, False))
+            position = close
+        else:
+            plain = _PLAIN.match(text, position)
+            close = plain.end() if plain else position + 1
+            word.parts.append((text[position:close], False, True))
+            position = close
+    return word, position
+
+
+def _array(text: str, position: int) -> tuple[list[_Word], int]:
+    items: list[_Word] = []
+    while position < len(text) and text[position] != ")":
+        if text[position] in " \t\n;&|":
+            position += 1
+        elif text[position] == "#":
+            position = _line_end(text, position)
+        elif text[position] == "(":
+            position += 1
+        else:
+            item, position = _word(text, position)
+            items.append(item)
+    return items, position + 1
+
+
+def _quoted(text: str, position: int) -> tuple[str, int]:
+    pieces: list[str] = []
+    while position < len(text) and text[position] != '"':
+        if text[position] == "\\" and position + 1 < len(text) and text[position + 1] in '"\\$`':
+            pieces.append(text[position : position + 2] if text[position + 1] == "$" else text[position + 1])
+            position += 2
+        elif text[position] in "$`":
+            close = _expansion_end(text, position)
+            pieces.append(text[position:close])
+            position = close
+        else:
+            pieces.append(text[position])
+            position += 1
+    return "".join(pieces), position + 1
+
+
+def _expansion_end(text: str, position: int) -> int:
+    """Where an expansion that begins at ``position`` ends; brackets inside are matched."""
+    if text[position] == "`":
+        close = text.find("`", position + 1)
+        return len(text) if close < 0 else close + 1
+    opening = text[position + 1 : position + 2]
+    if opening not in ("{", "("):
+        match = re.compile(r"\$(\w+|[@*#?$!-])?").match(text, position)
+        return match.end() if match else position + 1
+    closing, depth, position = {"{": "}", "(": ")"}[opening], 0, position + 1
+    while position < len(text):
+        depth += (text[position] == opening) - (text[position] == closing)
+        position += 1
+        if depth == 0:
+            break
+    return position
+
+
+class _Interpreter:
+    """Follows commands; ``active`` says for each open if and case whether its branch is taken."""
+
+    def __init__(self) -> None:
+        self.variables: dict[str, list[str]] = {}
+        self.commands: list[tuple[str, ...]] = []
+        self.notes: list[str] = []
+        self._active: list[bool] = []
+        self._done: list[bool] = []  # whether a branch was taken already
+        self._case: list[str | None] = []  # the word of a case, None for an if
+        self._condition: list[tuple[list[_Word], str]] = []
+        self._expects_pattern = False
+        self._patterns: list[str] = []
+        self._words = 0
+        self._characters = 0
+
+    def define_slurm(self, text: str) -> None:
+        """What ``#SBATCH`` lines grant, under the names SLURM gives it."""
+        granted = dict(re.findall(r"^#SBATCH\s+(-{1,2}[a-zA-Z-]+)[=\s]+(\S+)", text, re.MULTILINE)[:200])
+        nodes = granted.get("--nodes", granted.get("-N", ""))
+        if re.fullmatch(r"\d{1,6}", nodes):
+            for name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"):
+                self.variables[name] = [nodes]
+        per_node = granted.get("--gpus-per-node") or granted.get("--gres") or ""
+        if match := re.search(r"(?:^|:)(\d{1,3})$", per_node):
+            for name in ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"):
+                self.variables[name] = [match[1]]
+
+    def _is_on(self) -> bool:
+        return all(self._active)
+
+    def command(self, words: list[_Word], ending: str) -> None:
+        """One command and the operator behind it."""
+        if self._expects_pattern:
+            self._read_pattern(words, ending)
+            return
+        if ending == ";;":
+            self._run(words)
+            self._expects_pattern = bool(self._case)
+            self._active[-1:] = [False] if self._active else []
+            return
+        if self._condition or (words and words[0].raw in ("if", "elif")):
+            self._read_condition(words, ending)
+            return
+        self._run(words)
+
+    def _read_condition(self, words: list[_Word], ending: str) -> None:
+        """Collects ``if A && B``, up to ``then``; decides it there."""
+        if words and words[0].raw == "then":
+            self._decide()
+            self._run(words[1:])
+            return
+        if words or self._condition:
+            self._condition.append((words, ending))
+
+    def _decide(self) -> None:
+        clauses, self._condition = self._condition, []
+        keyword = clauses[0][0][0].raw if clauses and clauses[0][0] else "if"
+        first = clauses[0][0][1:] if clauses else []
+        tests = [(first, clauses[0][1])] + clauses[1:] if clauses else []
+        if keyword == "if":
+            self._active.append(True)
+            self._done.append(False)
+            self._case.append(None)
+        if not self._active:
+            return
+        self._active[-1] = True
+        outer = all(self._active[:-1])
+        holds = outer and not self._done[-1] and self._holds(tests)
+        self._active[-1] = holds
+        self._done[-1] = self._done[-1] or holds
+
+    def _holds(self, tests: list[tuple[list[_Word], str]]) -> bool:
+        result, joined = None, "&&"
+        for words, ending in tests:
+            if not words:
+                continue
+            value = self._test(words)
+            if value is None:
+                shown = " ".join(word.raw for word in words)[:80]
+                self.notes.append(f"cannot tell whether {shown} holds; taken as false")
+            held = bool(value)
+            result = held if result is None else (result and held if joined == "&&" else result or held)
+            joined = ending if ending in ("&&", "||") else "&&"
+        return bool(result)
+
+    def _test(self, words: list[_Word]) -> bool | None:
+        """A ``[ ... ]`` or ``[[ ... ]]`` test; ``None`` when only a running shell knows."""
+        values = [" ".join(self._expand(word)) for word in words]
+        negated = False
+        if values and values[0] == "!":
+            values, negated = values[1:], True
+        if not values or values[0] not in ("[", "[[", "test"):
+            return None
+        inner = [value for value in values[1:] if value not in ("]", "]]")]
+        if inner and inner[0] == "!":
+            inner, negated = inner[1:], not negated
+        result = _compare(inner)
+        return None if result is None else result != negated
+
+    def _read_pattern(self, words: list[_Word], ending: str) -> None:
+        if words and words[0].raw == "esac":
+            self._expects_pattern = False
+            self._close()
+            return
+        self._patterns += [" ".join(self._expand(word)) for word in words]
+        if ending == ")" and self._patterns:
+            word = self._case[-1] or ""
+            matches = any(_matches(word, pattern) for pattern in self._patterns)
+            taken = matches and not self._done[-1] and all(self._active[:-1])
+            self._active[-1] = taken
+            self._done[-1] = self._done[-1] or taken
+            self._patterns, self._expects_pattern = [], False
+
+    def _close(self) -> None:
+        for stack in (self._active, self._done, self._case):
+            if stack:
+                stack.pop()
+
+    def _run(self, words: list[_Word]) -> None:
+        while words and words[0].raw in _KEYWORDS and words[0].array is None:
+            words = words[1:]
+        if not words:
+            return
+        head = words[0].raw
+        if head == "else":
+            if self._active:
+                self._active[-1] = not self._done[-1]
+            self._run(words[1:])
+        elif head == "fi" or head == "esac":
+            self._close()
+        elif head == "case" and len(words) > 1:
+            self._case.append(" ".join(self._expand(words[1])))
+            self._active.append(False)
+            self._done.append(False)
+            self._expects_pattern = True
+            if len(words) > 3:
+                self._patterns = [word.raw for word in words[3:]]
+        elif head == "for" and len(words) > 3 and self._is_on():
+            self.variables[words[1].raw] = self._expand(words[3])[:1]
+        elif self._is_on():
+            self._execute(words)
+
+    def _execute(self, words: list[_Word]) -> None:
+        while words and (match := _ASSIGNMENT.match(words[0].raw)):
+            self._assign(words[0], match[1], bool(match[2]))
+            words = words[1:]
+        expanded = [text for word in words for text in self._expand(word)]
+        self._words += len(expanded)
+        if self._words > _MAX_WORDS:
+            raise ValueError(f"the script runs commands of more than {_MAX_WORDS} words; expected a launch script")
+        if expanded:
+            self.commands.append(tuple(expanded))
+
+    def _assign(self, word: _Word, name: str, appends: bool) -> None:
+        if word.array is not None:
+            values = [text for item in word.array for text in self._expand(item)]
+            held = self.variables.get(name, []) if appends else []
+            self.variables[name] = [*held, *values]
+            return
+        prefix = len(name) + 1 + appends
+        parts, skipped = [], 0
+        for text, quoted, literal in word.parts:
+            cut = min(len(text), prefix - skipped)
+            skipped += cut
+            if text[cut:] or quoted:
+                parts.append((text[cut:], True, literal))
+        value = " ".join(self._expand(_Word(parts)))
+        held_text = " ".join(self.variables.get(name, [])) if appends else ""
+        self.variables[name] = [f"{held_text}{value}"]
+
+    def _expand(self, word: _Word) -> list[str]:
+        """The words that one becomes; an expansion outside quotes is split at blanks."""
+        fields, is_open = [""], False
+        for text, quoted, literal in word.parts:
+            values = [text] if literal else self._expand_text(text)
+            if quoted and not literal and not (len(values) > 1 and text.endswith("[@]}")):
+                values = [" ".join(values)]
+            elif not literal:
+                values = [piece for value in values for piece in value.split()] if not quoted else values
+            for index, value in enumerate(values):
+                if index:
+                    fields.append("")
+                fields[-1] += value
+            is_open = is_open or quoted or bool(values)
+            self._spend(len(text))
+        return fields if is_open else []
+
+    def _expand_text(self, text: str) -> list[str]:
+        pieces, position = [""], 0
+        for match in _EXPANSION.finditer(text):
+            values = self._value(match[0])
+            pieces[-1] += text[position : match.start()] + (values[0] if values else "")
+            pieces += values[1:]
+            position = match.end()
+            self._spend(sum(map(len, values)))
+        pieces[-1] += text[position:]
+        return [piece.replace("\\$", "$") for piece in pieces]
+
+    def _spend(self, characters: int) -> None:
+        """Variables that hold variables grow without end; a launch script does not."""
+        self._characters += characters
+        if self._characters > _MAX_CHARACTERS:
+            raise ValueError("its variables grow beyond all bounds; expected a launch script")
+
+    def _value(self, expansion: str) -> list[str]:
+        """The values of one ``$...``; as it is written when nothing sets it."""
+        if expansion.startswith("$(("):
+            inner = " ".join(self._expand_text(re.sub(r"(?<![\w$])([A-Za-z_]\w*)", r"${\1}", expansion[3:-2])))
+            number = _arithmetic(inner)
+            return [expansion if number is None else str(number)]
+        if expansion[:2] in ("$(", "$@", "$*", "$#", "$?", "$$", "$!") or expansion[0] == "`":
+            return [expansion]
+        body = expansion[2:-1] if expansion.startswith("${") else expansion[1:]
+        match = re.match(r"(\w+)(\[[@*]\])?(?::?([-=+?])(.*))?$", body, re.DOTALL)
+        if match is None:
+            return [expansion]
+        name, _, kind, word = match.groups()
+        held = self.variables.get(name)
+        is_set = held is not None and held != [""]
+        if kind in ("-", "=") and not is_set:
+            value = [" ".join(self._expand_text(word.strip("\"'")))]
+            if kind == "=":
+                self.variables[name] = value
+            return value
+        if kind == "+":
+            return [" ".join(self._expand_text(word.strip("\"'")))] if is_set else []
+        return [expansion if expansion.startswith("${") else f"${{{body}}}"] if held is None else held
+
+
+def _matches(word: str, pattern: str) -> bool:
+    return re.fullmatch(re.escape(pattern.strip("\"'")).replace(r"\*", ".*").replace(r"\?", "."), word) is not None
+
+
+def _compare(words: list[str]) -> bool | None:
+    if any("$" in word or "`" in word for word in words):
+        return None
+    if len(words) == 2 and words[0] in ("-z", "-n"):
+        return (words[1] == "") == (words[0] == "-z")
+    if len(words) == 1 and words[0] in ("-z", "-n"):
+        return words[0] == "-z"
+    if len(words) == 1:
+        return words[0] != ""
+    if len(words) != 3:
+        return None
+    left, test, right = words
+    if test in ("==", "="):
+        return _matches(left, right)
+    if test == "!=":
+        return not _matches(left, right)
+    numeric = {"-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-ge": operator.ge, "-lt": operator.lt,
+               "-le": operator.le}  # fmt: skip
+    if test in numeric and all(re.fullmatch(r"-?\d{1,18}", each) for each in (left, right)):
+        return bool(numeric[test](int(left), int(right)))
+    return None
+
+
+def _arithmetic(text: str) -> int | None:
+    """A whole number of + - * / % and brackets; ``None`` for anything else."""
+    operations = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
+                  ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod}  # fmt: skip
+
+    def value(node: ast.expr) -> int:
+        if isinstance(node, ast.Constant) and type(node.value) is int and abs(node.value) < 2**62:
+            return node.value
+        if isinstance(node, ast.BinOp) and type(node.op) in operations:
+            result = int(operations[type(node.op)](value(node.left), value(node.right)))
+            if abs(result) < 2**62:
+                return result
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -value(node.operand)
+        raise ValueError
+
+    if not re.fullmatch(r"[\d\s+*/%()-]{1,200}", text) or "**" in text:
+        return None
+    try:
+        return value(ast.parse(text.strip(), mode="eval").body)
+    except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
+        return None

@@ -1,0 +1,18 @@
+"""``--set KEY.PATH=VALUE`` of every command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dataset_builder.job.errors import JobError
+
+
+def read_settings(settings: Sequence[str]) -> dict[str, str]:
+    """Key paths to texts, which a job reads as the YAML of its file; raises JobError for anything else."""
+    overrides: dict[str, str] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not all(part.strip() for part in key.split(".")):
+            raise JobError([f"{setting}: expected KEY.PATH=VALUE, e.g. --set parallel.tensor=8"], "--set")
+        overrides[key.strip()] = value
+    return overrides
