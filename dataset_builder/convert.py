@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """``python -m dataset_builder.convert FILE [FILE ...] [--output JOB.yaml]``: other tools' files as one job file.
 
 The job goes to stdout or to the file, everything else to stderr. Exit codes: 0 ok, 2 unreadable files, missing or
@@ -6,25 +7,32 @@ contradictory values (each with the flag that supplies it), 4 the job cannot run
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dataset_builder.job.errors import JobError
-from dataset_builder.job.importers.formats import FORMATS, import_job
-from dataset_builder.job.importers.job_file import job_file
-from dataset_builder.job.overrides import read_settings
-from dataset_builder.tracing.layout import rank_layout
+from dataset_builder.command_line import CommandParser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    options = _parser().parse_args(arguments)
+    options = _parser().read(arguments)
+    from dataset_builder.job.errors import JobError
+    from dataset_builder.job.importers.formats import ImportedFiles
+    from dataset_builder.job.importers.job_file import job_file
+    from dataset_builder.job.settings import read_settings
+    from dataset_builder.tracing.layout import rank_layout
+
     try:
-        imported = import_job(options.files, read_settings(options.set))
-        for warning in imported.warnings:
-            sys.stderr.write(f"{warning}\n")
+        settings = read_settings(options.set)
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    try:
+        files = ImportedFiles.read(options.files)
+        _tell(*files.warnings)
+        imported = files.merged(settings)
+        _tell(*imported.warnings)
         rank_layout(imported.job)
         text = job_file(imported, ", ".join(options.files))
         if options.output is None:
@@ -32,26 +40,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _write(text, options.output)
     except JobError as error:
-        sys.stderr.write("".join(f"{error.source}: {reason}\n" for reason in error.reasons))
+        _tell(*(f"{error.source}: {reason}" for reason in error.reasons))
         return error.exit_code
     except OSError as error:
-        sys.stderr.write(f"{options.output}: {error.strerror or error}\n")
+        _tell(f"{options.output}: {error.strerror or error}")
         return 2
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m dataset_builder.convert",
-        description="Reads the files of other tools as one job file; a model, an engine and a launcher merge.",
-        epilog=f"formats, told by content: {'; '.join(form.name for form in FORMATS)}",
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "dataset_builder.convert",
+        "Reads the files of other tools as one job file; a model, an engine and a launcher merge.",
+        [
+            "config.json ds_config.json accelerate.yaml --set cluster.gpu=H100 --set batch.seq_length=4096",
+            "train_gpt.sh --set cluster.gpu=A100 --output job.yaml",
+        ],
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="a file of any known format, or - for standard input")
-    parser.add_argument(
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a file of another tool, or - for standard input")
+    settings = parser.add_argument(
         "--set", metavar="KEY.PATH=VALUE", action="append", default=[], help="supplies or replaces a value of the job"
     )
     parser.add_argument("--output", type=Path, metavar="JOB.yaml", help="the file to write (default: standard output)")
+    parser.complete_settings(settings)
     return parser
+
+
+def _tell(*lines: str) -> None:
+    sys.stderr.write("".join(f"{line}\n" for line in lines))
 
 
 def _write(text: str, path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from dataset_builder.job.errors import CannotRunError, JobError
 from dataset_builder.job.schema import TrainingJob, overridden
 
 if TYPE_CHECKING:
+    from dataset_builder.job.importers.formats import ImportedFiles
     from gnn_predictor.critical_path import Breakdown
     from gnn_predictor.prediction import Prediction
 
@@ -155,23 +156,35 @@ class Comparison:
 
 
 def read_variants(
-    source: str | JobText, settings: Mapping[str, Any], choices: Mapping[str, Sequence[Any]]
+    source: str | JobText | ImportedFiles, settings: Mapping[str, Any], choices: Mapping[str, Sequence[Any]]
 ) -> list[tuple[dict[str, Any], TrainingJob]]:
-    """A job file under every combination of ``choices``; ``settings`` hold for all. JobError lists every problem."""
-    text = job_text(source)
-    data = text.values()
+    """A job under every combination of ``choices``; ``settings`` hold for all. JobError lists every problem."""
+    name, job_under = _reader(source)
     variants, problems = [], dict[str, None]()
     for values in itertools.product(*choices.values()):
         chosen = dict(zip(choices, values, strict=True))
         try:
-            job = TrainingJob.parse(overridden(data, _in_order(settings, chosen)), source=text.name, folder=text.folder)
+            job = job_under(_in_order(settings, chosen))
         except JobError as error:
             problems |= dict.fromkeys(error.reasons)
         else:
             variants.append((chosen, job))
     if problems:
-        raise JobError(list(problems), source=text.name)
+        raise JobError(list(problems), source=name)
     return variants
+
+
+def _reader(source: str | JobText | ImportedFiles) -> tuple[str, Callable[[Mapping[str, Any]], TrainingJob]]:
+    """The source's name, and the job it holds under settings; a file is read once for all variants."""
+    if not isinstance(source, str | JobText):
+        return source.name, source.job
+    text = job_text(source)
+    data = text.values()
+
+    def job_under(settings: Mapping[str, Any]) -> TrainingJob:
+        return TrainingJob.parse(overridden(data, settings), source=text.name, folder=text.folder)
+
+    return text.name, job_under
 
 
 def compare(

@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from dataset_builder.command_line import CommandParser
 
 if TYPE_CHECKING:
     from dataset_builder.job.document import JobText
+    from dataset_builder.job.importers.formats import ImportedFiles
     from gnn_predictor.compare import Comparison
     from gnn_predictor.prediction import Prediction
 
@@ -28,7 +29,10 @@ OK, USAGE, CANNOT_RUN = 0, 2, 4
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    options = _parser().read(arguments)
+    parser = _parser()
+    options = parser.read(arguments)
+    if bool(options.jobs) == bool(options.files):
+        parser.error("expected job files, or --from with other tools' files")
     # Errors that a user can mend carry their exit code; anything else is a bug and keeps its traceback.
     from dataset_builder.job.errors import JobError
 
@@ -64,11 +68,16 @@ def _parser() -> CommandParser:
             "job.yaml --compare precision=tf32,bf16_mixed,fp8_mixed",
             "a.yaml b.yaml --format json                one line of JSON for each job",
             "- --format json < jobs.jsonl               a job on each line, answered as it comes",
+            "--from config.json ds_config.json --set cluster.gpu=H100 ...    other tools' files as they are",
         ],
     )
     parser.add_argument(
-        "jobs", nargs="+", metavar="JOB.yaml", help="job file, or - for standard input (one YAML job, or JSON lines)"
+        "jobs", nargs="*", metavar="JOB.yaml", help="job file, or - for standard input (one YAML job, or JSON lines)"
     )
+    parser.add_argument(
+        "--from", metavar="FILE", action="extend", nargs="+", default=[], dest="files",
+        help="files of other tools instead, merged to one job: config.json, a Megatron script, DeepSpeed json, ...",
+    )  # fmt: skip
     parser.add_argument("--checkpoint", metavar="DIR", help="a trained predictor (default: the released one)")
     parser.add_argument("--format", choices=("table", "json"), default="table", help="default: table")
     settings = parser.add_argument(
@@ -92,7 +101,10 @@ def _answer_all(options: argparse.Namespace) -> int:
 
     settings, choices = _overrides(options.set), _choices(options.compare)
     worst = OK
+    texts: Iterable[JobText | ImportedFiles]
     texts = itertools.chain.from_iterable(job_texts(source) for source in options.jobs)
+    if options.files:
+        texts = [_imported(options.files, settings, choices)]
     for number, text in enumerate(texts, start=1):
         is_one_of_many = len(options.jobs) > 1 or text.is_line
         if options.trace:
@@ -114,15 +126,27 @@ def _answer_all(options: argparse.Namespace) -> int:
     return worst
 
 
-def _overrides(settings: Sequence[str]) -> dict[str, Any]:
-    """``--set key.path=value`` as key paths to texts, which the job reads as the YAML of its file."""
-    overrides: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals or not all(part.strip() for part in key.split(".")):
-            raise _BadUsage(f"--set {setting}: expected KEY.PATH=VALUE, e.g. --set parallel.tensor=8")
-        overrides[key.strip()] = value
-    return overrides
+def _imported(paths: Sequence[str], settings: Mapping[str, Any], choices: Mapping[str, Any]) -> ImportedFiles:
+    """Other tools' files; what they say that a job cannot hold is told when they are no whole job."""
+    from dataset_builder.job.errors import JobError
+    from dataset_builder.job.importers.formats import ImportedFiles
+
+    files = ImportedFiles.read(paths)
+    try:
+        files.merged({**settings, **{key: values[0] for key, values in choices.items() if values}})
+    except JobError:
+        _print_error("\n".join(files.warnings))
+        raise
+    return files
+
+
+def _overrides(settings: Sequence[str]) -> dict[str, str]:
+    from dataset_builder.job.settings import read_settings
+
+    try:
+        return read_settings(settings)
+    except ValueError as error:
+        raise _BadUsage(str(error)) from None
 
 
 def _choices(texts: Sequence[str]) -> dict[str, list[Any]]:
@@ -137,7 +161,10 @@ def _choices(texts: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def _compare(
-    text: JobText, settings: Mapping[str, Any], choices: Mapping[str, list[Any]], options: argparse.Namespace
+    text: JobText | ImportedFiles,
+    settings: Mapping[str, Any],
+    choices: Mapping[str, list[Any]],
+    options: argparse.Namespace,
 ) -> Comparison:
     """Checks every variant without torch, then loads it and predicts."""
     from gnn_predictor.compare import compare, read_variants
@@ -177,13 +204,14 @@ def _has_nothing_that_runs(answer: Prediction | Comparison) -> bool:
     return isinstance(answer, Comparison) and answer.reference is None
 
 
-def _predict(text: JobText, settings: Mapping[str, Any], options: argparse.Namespace) -> Prediction:
+def _predict(text: JobText | ImportedFiles, settings: Mapping[str, Any], options: argparse.Namespace) -> Prediction:
     """Checks what can be checked without torch, then loads it and predicts."""
+    from dataset_builder.job.document import JobText
     from dataset_builder.job.errors import CannotRunError, JobError
     from dataset_builder.job.schema import TrainingJob
     from dataset_builder.tracing.layout import rank_layout, unsupported_formats
 
-    job = TrainingJob.from_yaml(text, settings)
+    job = TrainingJob.from_yaml(text, settings) if isinstance(text, JobText) else text.job(settings)
     try:
         resolved = job.resolved()
         rank_layout(resolved)

@@ -1,4 +1,4 @@
-"""accelerate's launcher YAML: processes, machines, mixed precision, and FSDP or DeepSpeed. It has no model and no batch."""
+"""accelerate's launcher YAML: processes, machines, mixed precision, FSDP or DeepSpeed; no model and no batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _IGNORED = (
     "megatron_lm_config*", "parallelism_config*", "mpirun_config*", "fp8_config*", "distributed_type", "commands",
     "command_file", "deepspeed_hostfile",
 )  # fmt: skip
-_SHARDING = {"full_shard": "zero3", "1": "zero3", "shard_grad_op": "zero2", "2": "zero2", "no_shard": "none", "3": "none",
-             "hybrid_shard": "hsdp", "4": "hsdp", "hybrid_shard_zero2": "hsdp", "5": "hsdp"}  # fmt: skip
+_SHARDING = {"full_shard": "zero3", "1": "zero3", "shard_grad_op": "zero2", "2": "zero2", "no_shard": "none",
+             "3": "none", "hybrid_shard": "hsdp", "4": "hsdp", "hybrid_shard_zero2": "hsdp", "5": "hsdp"}  # fmt: skip
 
 
 def likeness(file: ConfigFile) -> int:
@@ -69,8 +69,8 @@ def _read_fsdp(draft: Draft) -> None:
     elif strategy is not None:
         draft.refuse(f"{block}.fsdp_sharding_strategy: got {strategy[:40]!r}; expected e.g. FULL_SHARD")
     else:
-        draft.state("parallel.sharding", "zero2" if reshard is False else "zero3", f"{block}.fsdp_reshard_after_forward",
-                    block)  # fmt: skip
+        name = "zero2" if reshard is False else "zero3"
+        draft.state("parallel.sharding", name, f"{block}.fsdp_reshard_after_forward", block)
     low = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}.get(str(draft.get("precision.preset")))
     if low:
         for path in ("param_gather", "grad_reduce"):

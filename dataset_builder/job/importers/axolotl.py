@@ -12,11 +12,13 @@ NAME, KNOWN_BY = "axolotl YAML", "base_model, sequence_len, micro_batch_size, da
 _MARKS = ("base_model", "sequence_len", "datasets", "micro_batch_size", "gradient_accumulation_steps", "adapter",
           "sample_packing", "dataset_prepared_path", "lr_scheduler", "flash_attention", "val_set_size")  # fmt: skip
 _IGNORED = (
-    "plugins", "dataset*", "special_tokens*", "output_dir", "num_epochs", "lr_scheduler*", "learning_rate", "logging_steps",
+    "plugins", "dataset*", "special_tokens*", "output_dir", "num_epochs", "lr_scheduler*", "learning_rate",
+    "logging_steps",
     "save*", "warmup*", "weight_decay", "val_set_size", "eval*", "wandb_*", "seed", "tokenizer*", "model_type", "hub_*",
     "chat_template", "group_by_length", "train_on_inputs", "early_stopping*", "resume*", "auto_resume*", "local_rank",
     "xformers*", "is_*_derived_model", "trust_remote_code", "strict", "load_in_*", "lora_*", "fsdp", "fsdp_*",
-    "deepspeed", "adam_*", "max_grad_norm", "tf32", "gradient_checkpointing_kwargs*", "test_datasets", "tokens", "debug",
+    "deepspeed", "adam_*", "max_grad_norm", "tf32", "gradient_checkpointing_kwargs*", "test_datasets", "tokens",
+    "debug",
     "pad_to_sequence_len", "shuffle*", "base_model_config", "cut_cross_entropy", "liger_*", "mlflow*", "comet*",
     "sample_packing", "eval_sample_packing", "loraplus*", "rl", "pretraining_dataset*", "revision_of_model", "use_*",
 )  # fmt: skip
@@ -39,7 +41,7 @@ def read(file: ConfigFile) -> Reading:
     read_amp(draft, "bf16", "fp16", "tf32")
     if draft.flag("fp8"):
         draft.state("precision.preset", "fp8_tensorwise", "fp8")
-        draft.warn("bf16 and fp8 are both on: linears run in fp8_tensorwise, everything else in bf16")
+        draft.warn_mixed("bf16", "fp8", "fp8_tensorwise")
     checkpointing = draft.flag("gradient_checkpointing")
     draft.state("parallel.recompute.mode", "full" if checkpointing else "none", "gradient_checkpointing")
     _read_adapter(draft)

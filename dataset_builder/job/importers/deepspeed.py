@@ -96,8 +96,8 @@ def read_zero(draft: Draft) -> None:
     stage = draft.raw("zero_optimization.stage")
     if isinstance(stage, list):
         draft.refuse(
-            f"zero_optimization.stage: got {stage!r:.60}, which the autotuner would try one after the other; expected one "
-            "stage, 0 to 3"
+            f"zero_optimization.stage: got {stage!r:.60}, which the autotuner would try one after the other; "
+            "expected one stage, 0 to 3"
         )
         return
     number = draft.value(as_count, "zero_optimization.stage", asks="parallel.sharding")

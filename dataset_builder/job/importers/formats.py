@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from dataset_builder.job.errors import JobError
 from dataset_builder.job.importers import (
@@ -24,8 +24,9 @@ from dataset_builder.job.importers import (
     torchtitan,
 )
 from dataset_builder.job.importers.config_file import ConfigFile, read_config_file
-from dataset_builder.job.importers.merging import ImportedJob, merge
+from dataset_builder.job.importers.merging import ImportedJob, absent, merge
 from dataset_builder.job.importers.reading import Reading
+from dataset_builder.job.schema import TrainingJob
 
 
 @dataclass(frozen=True)
@@ -64,24 +65,43 @@ def read_file(path: str) -> Reading:
     raise JobError([f"no known format (it has {keys}); expected one of: {known}"], source)
 
 
-def import_job(paths: Sequence[str], overrides: Mapping[str, Any] | None = None) -> ImportedJob:
-    """The job that the files give together, with ``overrides`` (key paths to values) over it.
+@dataclass(frozen=True)
+class ImportedFiles:
+    """Files that were read and recognised, and make one job together with what ``--set`` gives."""
 
-    Raises JobError with everything that is missing or contradictory, CannotRunError when only the layout is.
-    """
-    return merge(read_files(paths), overrides)
+    name: str
+    readings: tuple[Reading, ...]
+    is_line: ClassVar[bool] = False  # they are one job, never one of several lines
 
+    @classmethod
+    def read(cls, paths: Sequence[str]) -> ImportedFiles:
+        """Reads every file; raises JobError with the problems of all that cannot be read."""
+        readings, problems = [], []
+        for path in paths:
+            try:
+                readings.append(read_file(path))
+            except JobError as error:
+                problems.append(error)
+        if len(problems) == 1:
+            raise problems[0]
+        if problems:
+            reasons = [f"{problem.source}: {reason}" for problem in problems for reason in problem.reasons]
+            raise JobError(reasons, f"{len(problems)} files")
+        return cls(", ".join("standard input" if path == "-" else path for path in paths), tuple(readings))
 
-def read_files(paths: Sequence[str]) -> list[Reading]:
-    """Every file as a reading; the problems of all unreadable files are told at once."""
-    readings, problems = [], []
-    for path in paths:
-        try:
-            readings.append(read_file(path))
-        except JobError as error:
-            problems.append(error)
-    if len(problems) == 1:
-        raise problems[0]
-    if problems:
-        raise JobError([f"{problem.source}: {reason}" for problem in problems for reason in problem.reasons], "files")
-    return readings
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the files say that a job cannot hold, whatever else is given."""
+        return tuple(
+            dict.fromkeys([*(text for each in self.readings for text in each.warnings), *absent(self.readings)])
+        )
+
+    def merged(self, overrides: Mapping[str, Any]) -> ImportedJob:
+        """The job with the origin of each value; raises JobError with everything missing or contradictory."""
+        return merge(self.readings, self.name, overrides)
+
+    def job(self, overrides: Mapping[str, Any]) -> TrainingJob:
+        """The job alone; what was told of the files stands among its assumptions."""
+        imported = self.merged(overrides)
+        notes = (*imported.job.assumed, *self.warnings, *imported.warnings)
+        return imported.job.model_copy(update={"assumed": notes})

@@ -17,8 +17,10 @@ _MARKS = ("pipe_parallel_size", "model_parallel_size", "pos_emb", "no_weight_tyi
 _IGNORED = (
     "optimizer*", "zero_optimization*", "data_*", "split", "partition_activations", "synchronize_each_layer",
     "checkpoint_*", "gradient_clipping", "weight_decay", "*dropout", "train_iters", "lr_*", "distributed_backend",
-    "warmup", "eval_*", "log_*", "steps_per_print", "keep_last_n_checkpoints", "wall_clock_breakdown", "*_path*", "save",
-    "load", "vocab_file", "merge_file", "tensorboard_*", "use_wandb", "wandb_*", "num_workers", "min_lr", "init_method*",
+    "warmup", "eval_*", "log_*", "steps_per_print", "keep_last_n_checkpoints", "wall_clock_breakdown", "*_path*",
+    "save",
+    "load", "vocab_file", "merge_file", "tensorboard_*", "use_wandb", "wandb_*", "num_workers", "min_lr",
+    "init_method*",
     "output_layer_init_method", "rotary_*", "fp16*", "bf16*", "*_fusion", "deepspeed*", "launcher", "layernorm_epsilon",
     "rms_norm_epsilon", "output_layer_parallelism", "hostfile", "extra_save_iters", "finetune", "seed", "exit_interval",
     "contiguous_checkpointing", "dist*", "include", "attention_config", "master_*", "user_script", "use_shared_fs",
@@ -58,7 +60,9 @@ def read(file: ConfigFile) -> Reading:
 def _read_layout(draft: Draft) -> None:
     draft.take("parallel.tensor", "model_parallel_size")
     if (stages := draft.count("pipe_parallel_size", asks="parallel.pipeline")) is not None:
-        draft.state("parallel.pipeline", max(1, stages), "pipe_parallel_size", note="0: no pipeline" if not stages else "")
+        draft.state(
+            "parallel.pipeline", max(1, stages), "pipe_parallel_size", note="0: no pipeline" if not stages else ""
+        )
     draft.take("parallel.context", "context_parallel_size")
     draft.take("parallel.expert", "moe_expert_parallel_size")
     if (on := draft.flag("sequence_parallel")) is not None:
@@ -125,7 +129,8 @@ def _read_experts(draft: Draft) -> None:
 
 def _read_vocabulary(draft: Draft) -> None:
     kind = (draft.text("tokenizer_type") or "GPT2BPETokenizer").lower()
-    step = draft.count("make_vocab_size_divisible_by") or 128
+    if draft.take("model.vocab_multiple", "make_vocab_size_divisible_by") is None:
+        draft.default("model.vocab_multiple", 128)
     size = draft.count("vocab_size", "padded_vocab_size")
     if size is None:
         known = "20b" in str(draft.raw("vocab_file") or "").lower()
@@ -133,13 +138,11 @@ def _read_vocabulary(draft: Draft) -> None:
             draft.ask("model.vocab_size", f"the vocabulary of {kind[:40]} is not in the file")
             return
         size = _NEOX_VOCABULARY if known else _GPT2_VOCABULARY
-    multiple = step * (draft.get("parallel.tensor") or 1)
-    padded = -(-size // multiple) * multiple
-    note = f"{size} padded to a multiple of {step} x tensor {multiple // step}"
     if draft.has("vocab_size", "padded_vocab_size", "tokenizer_type"):
-        draft.state("model.vocab_size", padded, "vocab_size", "padded_vocab_size", "tokenizer_type", note=note)
+        draft.state("model.vocab_size", size, "vocab_size", "padded_vocab_size", "tokenizer_type")
     else:
-        draft.default("model.vocab_size", padded, f"the GPT-2 tokenizer's {note}")
+        draft.imply("model.vocab_size", size, "no tokenizer_type, so the GPT-2 one")
+        draft.warn(f"model.vocab_size: {size} of the GPT-2 tokenizer, GPT-NeoX's default, before padding")
 
 
 def _read_precision(draft: Draft) -> None:
@@ -171,7 +174,7 @@ def _read_software(draft: Draft) -> None:
                "rope_fusion", "layernorm_fusion", "rmsnorm_fusion")  # fmt: skip
     given = [key for key in fusions if draft.has(key)]
     if given:
-        draft.state("software.fused_kernels", any([draft.flag(key) for key in given]), *given)
+        draft.state("software.fused_kernels", any(draft.flag(key) for key in given), *given)
     block = draft.raw("optimizer")
     name = str(block.get("type", "") if isinstance(block, Mapping) else block or "").lower()
     known = next((each for each in ("lion", "adamw", "adam", "sgd") if each in re.sub(r"[^a-z]", "", name)), None)

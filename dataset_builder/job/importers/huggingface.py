@@ -47,11 +47,9 @@ def sizes_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if config is not outer and "tie_word_embeddings" not in config:
         config = {**config, "tie_word_embeddings": outer.get("tie_word_embeddings")}
     model_type = str(config.get("model_type") or "").lower()
+    notes: tuple[str, ...] = ()
     if config.get("block_configs"):
-        raise ValueError(
-            f"config: {model_type or 'model'} gives every layer sizes of its own (block_configs); "
-            "expected a model of equal layers, or of a period of dense and expert layers"
-        )
+        config, notes = _equal_blocks(config, model_type)
     family = _FAMILIES.get(model_type.removesuffix("_text"), _llama if "rms_norm_eps" in config else _classic)
     wanted = _WANTED.get(family, _DECODER_KEYS)
     missing = [names[0] for names in wanted if _first(config, *names) is None]
@@ -63,10 +61,47 @@ def sizes_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
         sizes = {key: value for key, value in family(config).items() if value is not None}
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ValueError(f"config: a size of this {model_type or 'unknown'} model is no number ({error})") from None
-    if config is not outer:
-        sizes["assumed"] = (f"model.config: the text model of {outer.get('model_type')} only, towers are left out",)
+    if "text_config" in outer:
+        notes = (*notes, f"model.config: the text model of {outer.get('model_type')} only, towers are left out")
+    if notes:
+        sizes["assumed"] = notes
     name = outer.get("_name_or_path") or model_type
     return {"name": str(name), **sizes} if name else sizes
+
+
+def _equal_blocks(config: Mapping[str, Any], model_type: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """A model whose layers differ (``block_configs``) as one of equal layers with the same work and parameters.
+
+    Layers without attention give their feed-forward to the others; widths follow DeciLM: ``2/3 ffn_mult h``, rounded up
+    to 256. ValueError where a block has other parts, or attentions differ.
+    """
+    blocks, hidden, heads = config["block_configs"], config.get("hidden_size"), config.get("num_attention_heads")
+    refusal = (
+        f"config: {model_type or 'model'} gives every layer sizes of its own (block_configs) with parts that are not "
+        "modelled; expected attention and feed-forward, or none, in each"
+    )
+    try:
+        attentions = [block["attention"] for block in blocks]
+        kept = [each for each in attentions if not each.get("no_op")]
+        widths = [
+            0
+            if ffn.get("no_op")
+            else ffn.get("intermediate_size") or -(-int(2 * ffn["ffn_mult"] * hidden / 3) // 256) * 256
+            for ffn in (block["ffn"] for block in blocks)
+        ]
+        groups = {each.get("num_key_value_heads") or heads // each["n_heads_in_group"] for each in kept}
+        odd = any(part.get("replace_with_linear") for block in blocks for part in (block["attention"], block["ffn"]))
+        if odd or len(groups) != 1 or not kept:
+            raise ValueError(refusal)
+        width = round(sum(widths) / len(kept) / 256) * 256
+    except (AttributeError, KeyError, TypeError, ZeroDivisionError, OverflowError):
+        raise ValueError(refusal) from None
+    note = (
+        f"model.config: {len(blocks)} unequal layers, {len(kept)} of them with attention, are taken as {len(kept)} "
+        f"equal ones with the mean feed-forward of {width}: the same parameters and work"
+    )
+    equal = {"num_hidden_layers": len(kept), "intermediate_size": width, "num_key_value_heads": groups.pop()}
+    return {**config, **equal}, (note,)
 
 
 def _first(config: Mapping[str, Any], *names: str) -> Any:

@@ -57,13 +57,15 @@ _IRRELEVANT = (
     "*dtype", "max_window_layers", "use_sliding_window", "norm_topk_prob", "output_*", "router_*", "auto_map*",
     "architectures", "model_type", "_name_or_path", "is_*", "*label*", "gradient_checkpointing", "*aux_loss*",
     "seq_aux", "n_group", "topk_*", "scoring_func", "routed_scaling_factor", "ep_size", "quantization_config*",
-    "reorder_and_upcast_attn", "scale_attn*", "classifier_dropout", "position_embedding_type", "final_logit_softcapping",
+    "reorder_and_upcast_attn", "scale_attn*", "classifier_dropout", "position_embedding_type",
+    "final_logit_softcapping",
     "attn_logit_softcapping", "query_pre_attn_scalar", "cache_implementation", "decoder_start*", "layer_types",
     "sliding_window*", "vision_config*", "audio_config*", "*image*", "*video*", "*vision*", "mlp_only_layers",
     "sequence_parallel_enabled", "selective_checkpoint_enabled", "name_or_path", "torch_dtype", "max_length",
     "block_configs*", "embd_layer_norm*", "attn_config*", "new_decoder_architecture", "alibi", "bias", "prefix",
     "max_sequence_length", "hidden_activation", "relative_attention_*", "feed_forward_proj", "num_nextn_predict_layers",
-    "tokenizer_class", "chunk_size_feed_forward", "pad_*", "attention_type", "attn_implementation",
+    "max_position_embeddings", "tie_word_embeddings", "tokenizer_class", "chunk_size_feed_forward", "pad_*",
+    "attention_type", "attn_implementation",
 )  # fmt: skip
 
 

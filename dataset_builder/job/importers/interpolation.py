@@ -100,7 +100,9 @@ def _arithmetic(function: str, one: Any, other: Any) -> Any:
     if function == "subtract":
         return one - other
     quotient = one / other
-    return -(-one // other) if function == "divide_ceil" else int(quotient) if quotient == int(quotient) else one // other
+    return (
+        -(-one // other) if function == "divide_ceil" else int(quotient) if quotient == int(quotient) else one // other
+    )
 
 
 def _number(text: str) -> Any:

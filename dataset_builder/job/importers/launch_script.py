@@ -15,7 +15,8 @@ NAME, KNOWN_BY = "Megatron-LM launch script", "a shell script with --num-layers,
 _FORMAT = "Megatron-LM"
 _LAUNCHER = {
     "nproc_per_node": "cluster.gpus_per_node", "num_gpus": "cluster.gpus_per_node", "nnodes": "cluster.num_nodes",
-    "num_nodes": "cluster.num_nodes", "ntasks": "cluster.num_gpus", "nodes": "cluster.num_nodes", "N": "cluster.num_nodes",
+    "num_nodes": "cluster.num_nodes", "ntasks": "cluster.num_gpus", "nodes": "cluster.num_nodes",
+    "N": "cluster.num_nodes",
     "n": "cluster.num_gpus", "np": "cluster.num_gpus", "gpus_per_node": "cluster.gpus_per_node",
 }  # fmt: skip
 _MARK = re.compile(r"--(num[-_]layers|hidden[-_]size|tensor[-_]model[-_]parallel[-_]size|micro[-_]batch[-_]size)\b")
@@ -104,7 +105,8 @@ def _read_launcher(draft: Draft, words: Sequence[str], script: Script, file: Con
         else:
             draft.ask(path, f"{spelling[flag]} is {str(flags[flag])[:40]}")
     for path, names in (("cluster.num_nodes", ("NNODES", "NUM_NODES", "SLURM_NNODES")),
-                        ("cluster.gpus_per_node", ("GPUS_PER_NODE", "NPROC_PER_NODE", "SLURM_GPUS_PER_NODE"))):  # fmt: skip
+                        ("cluster.gpus_per_node", ("GPUS_PER_NODE", "NPROC_PER_NODE", "SLURM_GPUS_PER_NODE")),
+                        ):  # fmt: skip
         name = next((name for name in names if re.fullmatch(r"\d{1,6}", "".join(script.variables.get(name, [])))), None)
         if name and path not in launched:
             draft.state(path, int("".join(script.variables[name])), name)

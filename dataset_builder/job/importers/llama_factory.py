@@ -15,7 +15,8 @@ _IGNORED = (
     "per_device_eval*", "eval_*", "max_samples", "report_to", "trust_remote_code", "weight_decay", "max_grad_norm",
     "seed", "packing", "lora_*", "deepspeed", "fsdp*", "dataloader_*", "run_name", "pref_*", "freeze_*", "predict_*",
     "image_*", "video_*", "tokenized_path", "streaming", "adam_*", "include_*", "neat_packing", "quantization_*",
-    "enable_liger_kernel", "use_unsloth*", "rope_scaling", "shift_attn", "additional_target", "ref_model", "buffer_size",
+    "enable_liger_kernel", "use_unsloth*", "rope_scaling", "shift_attn", "additional_target", "ref_model",
+    "buffer_size",
 )  # fmt: skip
 
 
@@ -39,7 +40,7 @@ def read(file: ConfigFile) -> Reading:
         read_amp(draft, "bf16", "fp16", "tf32")
     if draft.flag("fp8"):
         draft.state("precision.preset", "fp8_tensorwise", "fp8")
-        draft.warn("bf16 and fp8 are both on: linears run in fp8_tensorwise, everything else in bf16")
+        draft.warn_mixed("bf16", "fp8", "fp8_tensorwise")
     _read_sharding(draft)
     _read_adapter(draft)
     kernel = draft.text("flash_attn") or ""
@@ -79,7 +80,9 @@ def _read_adapter(draft: Draft) -> None:
         draft.state("model.lora.rank", rank or 8, "lora_rank", "finetuning_type")
         targets = str(draft.raw("lora_target") or "all")
         wide = any(word in targets for word in ("all", "gate", "up_proj", "down"))
-        draft.state("model.lora.targets", "attention_and_mlp" if wide else "attention", "lora_target", "finetuning_type")
+        draft.state(
+            "model.lora.targets", "attention_and_mlp" if wide else "attention", "lora_target", "finetuning_type"
+        )
     elif kind != "full":
         draft.warn(f"finetuning_type {kind[:30]} is not modelled; predicted as training every weight")
     if draft.has("quantization_bit"):

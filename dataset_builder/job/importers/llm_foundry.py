@@ -50,7 +50,7 @@ def read(file: ConfigFile) -> Reading:
     if known_optimizer:
         draft.state("optimizer.name", known_optimizer, "optimizer.name")
     duration = str(draft.raw("max_duration") or "")
-    if duration.endswith("ba") and duration[:-2].isdecimal() and 0 < int(duration[:-2][:15]):
+    if duration.endswith("ba") and duration[:-2].isdecimal() and int(duration[:-2][:15]) > 0:
         draft.state("training.steps", int(duration[:-2][:15]), "max_duration")
     elif duration.endswith("tok") and duration[:-3].isdecimal():
         draft.state("training.tokens", int(duration[:-3][:18]), "max_duration")
@@ -62,7 +62,8 @@ def read(file: ConfigFile) -> Reading:
 
 
 def _read_mpt(draft: Draft) -> None:
-    """MPT: layer norms, a plain gelu of ``expansion_ratio`` hidden, biases and learned positions unless switched off."""
+    """MPT: layer norms, a plain gelu of ``expansion_ratio`` hidden,
+    biases and learned positions unless switched off."""
     hidden = draft.take("model.hidden_size", "model.d_model")
     heads = draft.take("model.num_attention_heads", "model.n_heads")
     draft.take("model.num_layers", "model.n_layers")
@@ -78,7 +79,9 @@ def _read_mpt(draft: Draft) -> None:
     kind = str(draft.raw("model.attn_config.attn_type") or "")
     groups = draft.count("model.attn_config.kv_n_heads")
     if groups or kind == "multiquery_attention":
-        draft.state("model.num_query_groups", groups or 1, "model.attn_config.kv_n_heads", "model.attn_config.attn_type")
+        draft.state(
+            "model.num_query_groups", groups or 1, "model.attn_config.kv_n_heads", "model.attn_config.attn_type"
+        )
     elif heads:
         draft.default("model.num_query_groups", heads, "multi-head attention")
     gated = "glu" in str(draft.raw("model.ffn_config.ffn_type") or "")

@@ -36,9 +36,9 @@ def read(file: ConfigFile) -> Reading:
     _read_mesh(draft)
     draft.take("batch.seq_length", "max_target_length")
     draft.take("batch.micro_batch_size", "per_device_batch_size")
-    if draft.has("per_device_batch_size"):
-        if draft.take("batch.gradient_accumulation_steps", "gradient_accumulation_steps") is None:
-            draft.default("batch.gradient_accumulation_steps", 1)
+    steps = draft.take("batch.gradient_accumulation_steps", "gradient_accumulation_steps")
+    if steps is None and draft.has("per_device_batch_size"):
+        draft.default("batch.gradient_accumulation_steps", 1)
     _read_precision(draft)
     policy = draft.text("remat_policy")
     if policy is not None:
@@ -73,7 +73,8 @@ def _read_model(draft: Draft) -> None:
         draft.state("model.num_layers", layers * merged, "base_num_decoder_layers", note=note)
     heads = draft.take("model.num_attention_heads", "base_num_query_heads")
     for path, key in (("hidden_size", "base_emb_dim"), ("num_query_groups", "base_num_kv_heads"),
-                      ("ffn_hidden_size", "base_mlp_dim"), ("head_dim", "head_dim"), ("vocab_size", "vocab_size")):  # fmt: skip
+                      ("ffn_hidden_size", "base_mlp_dim"), ("head_dim", "head_dim"), ("vocab_size", "vocab_size"),
+                      ):  # fmt: skip
         draft.take(f"model.{path}", key)
     if heads and draft.get("model.num_query_groups") is None:
         draft.ask("model.num_query_groups", "base_num_kv_heads is not in the file")
@@ -82,9 +83,13 @@ def _read_model(draft: Draft) -> None:
     if tied is not None:
         draft.state("model.tie_embeddings", tied, "logits_via_embedding")
     draft.default("model.tie_embeddings", False)
-    draft.imply("model.normalization", "layernorm" if block == "gpt3" else "rmsnorm", f"decoder_block {block or 'default'}")
+    draft.imply(
+        "model.normalization", "layernorm" if block == "gpt3" else "rmsnorm", f"decoder_block {block or 'default'}"
+    )
     draft.imply("model.bias", block == "gpt3", f"decoder_block {block or 'default'}")
-    draft.imply("model.position_embedding", "learned" if block == "gpt3" else "rope", f"decoder_block {block or 'default'}")
+    draft.imply(
+        "model.position_embedding", "learned" if block == "gpt3" else "rope", f"decoder_block {block or 'default'}"
+    )
     if draft.flag("use_post_attn_norm") or draft.flag("use_post_ffw_norm"):
         draft.state("model.post_norm", True, "use_post_attn_norm", "use_post_ffw_norm")
     if draft.flag("use_qk_norm"):
@@ -169,7 +174,9 @@ def _read_mesh(draft: Draft) -> None:
             draft.state(f"parallel.{path}", size, *keys)
     sharded = sizes["fsdp"] * sizes["fsdp_transpose"]
     keys = [f"{tier}_fsdp_parallelism" for tier in ("ici", "dcn")]
-    draft.state("parallel.sharding", "zero3" if sharded > 1 or any(draft.raw(key) == -1 for key in keys) else "none", *keys)
+    draft.state(
+        "parallel.sharding", "zero3" if sharded > 1 or any(draft.raw(key) == -1 for key in keys) else "none", *keys
+    )
     if is_open:
         draft.ask("cluster.num_gpus", "an axis of the mesh is -1 and takes whatever devices there are")
     else:
@@ -193,7 +200,7 @@ def _read_precision(draft: Draft) -> None:
         linear = "fp8_delayed" if "delayed" in quantization or quantization in ("fp8", "nanoo_fp8") else "fp8_current"
         draft.state("precision.linear", linear, "quantization")
         draft.state("precision.preset", "fp8_mixed", "quantization", "dtype")
-        draft.warn(f"{compute} and {quantization} are both on: linears run in {linear}, everything else in {compute}")
+        draft.warn_mixed(compute, quantization[:30], linear)
     elif quantization:
         draft.warn(f"quantization {quantization[:30]} is not modelled; the time is without it")
     if (gradients := storage_format(draft.raw("grad_dtype"))) is not None:

@@ -78,8 +78,8 @@ def _read_stages(draft: Draft) -> None:
     if per_chunk and layers:
         if layers % (pipeline * per_chunk):
             draft.refuse(
-                f"{draft.key_of('num_layers_per_virtual_pipeline_stage')}: {layers} layers do not divide into chunks of "
-                f"{per_chunk} on {pipeline} stages ({layers} / ({pipeline} x {per_chunk}))"
+                f"{draft.key_of('num_layers_per_virtual_pipeline_stage')}: {layers} layers do not divide into "
+                f"chunks of {per_chunk} on {pipeline} stages ({layers} / ({pipeline} x {per_chunk}))"
             )
         else:
             chunks = layers // (pipeline * per_chunk)
@@ -184,22 +184,27 @@ def _read_eight_bits(draft: Draft, bf16: bool) -> None:
     four, eight = draft.raw("fp4_format", "fp4"), draft.raw("fp8_format", "fp8")
     recipe = (draft.text("fp8_recipe") or "delayed").lower()
     draft.raw("fp4_recipe")
-    on = [value for value in (four, eight) if value is not None and str(value).lower() not in ("false", "none", "0", "")]
+    on = [
+        value for value in (four, eight) if value is not None and str(value).lower() not in ("false", "none", "0", "")
+    ]
     if not on:
         draft.understood("fp8_*", "fp4_*", "first_last_layers_bf16", "num_layers_at_*_in_bf16")
         return
+    keys: tuple[str, ...] = ("fp8_format", "fp8", "fp8_recipe")
     if four in on:
         linear, keys = "nvfp4", ("fp4_format", "fp4")
     elif recipe in _RECIPES:
-        linear, keys = _RECIPES[recipe], ("fp8_format", "fp8", "fp8_recipe")
+        linear = _RECIPES[recipe]
     else:
         draft.refuse(f"{draft.key_of('fp8_recipe')}: got {recipe!r}; expected one of {', '.join(_RECIPES)}")
         return
     presets = {"nvfp4": "nvfp4", "mxfp8": "mxfp8", "fp8_blockwise": "fp8_blockwise"}
     draft.state("precision.preset", presets.get(linear, "fp8_mixed"), *keys, "bf16")
-    draft.state("precision.linear", linear, *keys, note="" if draft.has("fp8_recipe") or four in on else "delayed scaling")
+    draft.state(
+        "precision.linear", linear, *keys, note="" if draft.has("fp8_recipe") or four in on else "delayed scaling"
+    )
     if bf16:
-        draft.warn(f"bf16 and {draft.key_of(*keys)} are both on: linears run in {linear}, everything else in bf16")
+        draft.warn_mixed(draft.key_of("bf16"), draft.key_of(*keys), linear)
     if draft.flag("fp8_param_gather", "fp8_param"):
         draft.state("precision.param_gather", "fp8", "fp8_param_gather", "fp8_param")
     if draft.flag("fp8_dot_product_attention", "fp8_multi_head_attention"):

@@ -11,7 +11,10 @@ from dataset_builder.job.importers.config_file import ConfigFile
 from dataset_builder.job.importers.interpolation import interpolated
 from dataset_builder.job.importers.reading import Draft, Reading
 
-NAME, KNOWN_BY = "Megatron-LM argument YAML or Primus", "MODEL_ARGS with --num-layers, or num_layers, num_attention_heads"
+NAME, KNOWN_BY = (
+    "Megatron-LM argument YAML or Primus",
+    "MODEL_ARGS with --num-layers, or num_layers, num_attention_heads",
+)
 _FORMAT = "Megatron-LM"
 _MARKS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "seq_length",

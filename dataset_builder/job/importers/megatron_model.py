@@ -38,7 +38,9 @@ def read_model(draft: Draft, complete: bool) -> None:
     if has_model:
         _read_vocabulary(draft, complete)
     if mtp := draft.count("mtp_num_layers"):
-        draft.warn(f"{draft.key_of('mtp_num_layers')} {mtp}: multi-token prediction is not modelled; the time is without")
+        draft.warn(
+            f"{draft.key_of('mtp_num_layers')} {mtp}: multi-token prediction is not modelled; the time is without"
+        )
 
 
 def _read_shape(draft: Draft, complete: bool) -> None:
@@ -192,7 +194,8 @@ def _read_experts(draft: Draft, layers: int | None) -> None:
                      "moe_token_dispatcher_type", "moe_permute_fusion", "moe_use_legacy_grouped_gemm",
                      "moe_pad_expert_input_to_capacity", "moe_token_drop_policy", "moe_per_layer_logging",
                      "moe_enable_deepep", "moe_flex_*", "moe_deepep_*", "moe_hybridep_*", "moe_input_jitter_eps",
-                     "moe_shared_expert_overlap", "moe_token_dropping", "moe_extended_tp", "moe_upcycling*")  # fmt: skip
+                     "moe_shared_expert_overlap", "moe_token_dropping", "moe_extended_tp",
+                     "moe_upcycling*")  # fmt: skip
 
 
 def layer_pattern(frequency: Any, layers: int) -> list[bool]:
@@ -241,36 +244,29 @@ def _read_window(draft: Draft) -> None:
 
 
 def _read_vocabulary(draft: Draft, complete: bool) -> None:
-    """Megatron pads the vocabulary to a multiple of ``make_vocab_size_divisible_by`` x tensor."""
-    padded = draft.count("padded_vocab_size")
-    tensor = draft.get("parallel.tensor") or 1
-    step = draft.count("make_vocab_size_divisible_by")
-    stated = draft.count("vocab_size", asks="model.vocab_size")
+    """The tokens of the tokenizer; Megatron pads them to a multiple of ``make_vocab_size_divisible_by`` x tensor."""
+    padded, stated = draft.count("padded_vocab_size"), draft.count("vocab_size", asks="model.vocab_size")
     kind = (draft.value(as_text, "tokenizer_type") or "").lower()
     model = draft.value(as_text, "tokenizer_model", "hf_model_id")
     draft.raw("vocab_file", "merge_file")
+    pads = draft.flag("should_pad_vocab")
+    step = draft.count("make_vocab_size_divisible_by")
     if padded:
         draft.state("model.vocab_size", padded, "padded_vocab_size")
         return
-    if stated is not None and draft.flag("should_pad_vocab") is False:
-        draft.state("model.vocab_size", stated, "vocab_size")
-        return
+    if pads is not False and (step or complete):
+        if step:
+            draft.state("model.vocab_multiple", step, "make_vocab_size_divisible_by")
+        draft.default("model.vocab_multiple", 128)
     if stated is not None:
-        extra = 1 if kind == "nulltokenizer" and draft.flag("should_pad_vocab") is None else 0
-        size, keys, note = stated + extra, ("vocab_size",), "and the end-of-document token" if extra else ""
+        adds = kind == "nulltokenizer" and pads is None  # this tokenizer adds its end-of-document token to the size
+        note = f"{stated} and the end-of-document token" if adds else ""
+        draft.state("model.vocab_size", stated + adds, "vocab_size", note=note)
     elif model and (known := vocabulary_of(str(model))):
-        size, keys, note = known, ("tokenizer_model", "hf_model_id"), f"{known} tokens, as its model has"
-        draft.warn(f"model.vocab_size: taken from the tokenizer's name {model}: {known} before padding")
+        draft.imply("model.vocab_size", known, f"the vocabulary of {str(model)[:60]}")
+        draft.warn(f"model.vocab_size: taken from the tokenizer's name {str(model)[:60]}: {known} before padding")
     elif kind.startswith("gpt2") or (not kind and draft.has("vocab_file", "merge_file")):
-        size, keys, note = _GPT2_VOCABULARY, ("tokenizer_type", "vocab_file", "merge_file"), "the GPT-2 encoding's 50257"
+        draft.imply("model.vocab_size", _GPT2_VOCABULARY, "vocab_file and merge_file, the GPT-2 encoding's")
         draft.warn("model.vocab_size: 50257, the GPT-2 byte-pair encoding's, before padding")
     else:
         draft.ask("model.vocab_size", f"the size of the tokenizer {model or kind or 'of this job'} is not in the file")
-        return
-    if step is None and not complete:
-        draft.state("model.vocab_size", size, *keys, note=note)
-        return
-    multiple = max(1, (step or 128) * tensor)
-    whole = -(-size // multiple) * multiple
-    padding = f"padded from {size} to a multiple of {step or 128} x tensor {tensor}" if whole != size else "needs no padding"
-    draft.state("model.vocab_size", whole, *keys, note=f"{note}; {padding}" if note else padding)

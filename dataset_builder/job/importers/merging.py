@@ -35,7 +35,7 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class ImportedJob:
-    """``data`` as a job file holds it; ``origins`` by key path; ``warnings`` for the reader."""
+    """``data`` as a job file holds it; ``origins`` by key path; ``warnings``: what merging found."""
 
     data: Mapping[str, Any]
     origins: Mapping[str, str]
@@ -43,24 +43,24 @@ class ImportedJob:
     job: TrainingJob
 
 
-def merge(readings: Sequence[Reading], overrides: Mapping[str, Any] | None = None) -> ImportedJob:
-    """One job from all readings; ``overrides`` (``--set``) win over every file."""
-    overrides = overrides or {}
-    source = ", ".join(dict.fromkeys("standard input" if each.path == "-" else each.path for each in readings))
+def merge(readings: Sequence[Reading], source: str, overrides: Mapping[str, Any]) -> ImportedJob:
+    """One job from all readings; ``overrides`` (``--set``) win over every file. ``source`` names them in errors."""
     settings, reasons = _agreed(readings, overrides)
-    warnings = [warning for reading in readings for warning in reading.warnings] + _absent_bases(readings)
+    warnings: list[str] = []
     _choose_model(settings, warnings)
     draft = _JobDraft(settings, overrides, reasons + [reason for reading in readings for reason in reading.reasons])
+    draft.pad_vocabulary()
     draft.derive_cluster()
     draft.derive_batch()
     draft.ask(readings)
     if draft.reasons:
         raise JobError(list(dict.fromkeys([*draft.reasons, *draft.layout])), source)
-    if draft.layout:
+    if draft.layout and draft.lacks_batch:
         raise CannotRunError(draft.layout, source)
+    warnings += draft.layout  # the layout itself refuses to run
     job = TrainingJob.parse(draft.data, source=source)
-    if job.precision.preset is None and "precision" not in draft.data:
-        warnings.append("precision: no file gives it, so the default bf16_mixed is taken; --set precision=NAME changes it")
+    if "precision" not in draft.data:
+        warnings.append("precision: no file gives it; the default bf16_mixed is taken, --set precision=NAME changes it")
     warnings.append(f"model: {parameters_text(job.model)} parameters")
     warnings += contradictions(job.model, [*(each.path for each in readings if each.path != "-"), job.name or ""])
     return ImportedJob(draft.data, draft.leaf_origins(), tuple(dict.fromkeys(warnings)), job)
@@ -99,7 +99,8 @@ def _is_set(path: str, overrides: Mapping[str, Any]) -> bool:
     return whole_model or any(path == given or path.startswith(f"{given}.") for given in overrides)
 
 
-def _absent_bases(readings: Sequence[Reading]) -> list[str]:
+def absent(readings: Sequence[Reading]) -> list[str]:
+    """A sentence per file that another refers to and that was not given; none is opened for it."""
     given = {PurePath(reading.path).name for reading in readings}
     return [
         f"{PurePath(reading.path).name}: refers to {shown(name)}, which is not read from there; give it as another file"
@@ -117,7 +118,9 @@ def _choose_model(settings: dict[str, Setting], warnings: list[str]) -> None:
     sizes = [f"model.{size}" for size in _SIZES[:2]]
     if all(size in settings for size in sizes):
         del settings["model.preset"]
-        warnings.append(f"model: {named.value} is named in {named.origin}; the sizes of {settings[sizes[0]].origin} hold")
+        warnings.append(
+            f"model: {named.value} is named in {named.origin}; the sizes of {settings[sizes[0]].origin} hold"
+        )
         return
     for path in [path for path in settings if path.startswith("model.") and path not in ("model.preset", "model.name")]:
         settings[f"model.overrides.{path[6:]}"] = settings.pop(path)
@@ -171,8 +174,23 @@ class _JobDraft:
         written = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "tensor")
         return math.prod(sizes.values()), written
 
+    def pad_vocabulary(self) -> None:
+        """Megatron and its kin pad the vocabulary, so that every tensor rank has as many rows; ``--set`` is final."""
+        model = self._part("model")
+        step = self._number("model", "vocab_multiple")
+        model.pop("vocab_multiple", None)
+        size = self._number("model", "vocab_size")
+        if not step or not size or step < 0 or size < 0 or "model.vocab_size" in self.overrides:
+            return
+        tensor = max(1, self._number("parallel", "tensor") or 1)
+        padded = -(-size // (step * tensor)) * step * tensor
+        if padded != size:
+            note = f"{size} padded to a multiple of {step} x tensor {tensor}"
+            self._fill("model.vocab_size", padded, f"{self.origins.get('model.vocab_size')}; {note}")
+
     def derive_cluster(self) -> None:
-        """Nodes from the GPUs in all, GPUs from a layout whose data-parallel size is stated; checks one by the other."""
+        """Nodes from the GPUs in all,
+        GPUs from a layout whose data-parallel size is stated; checks one by the other."""
         ranks, layout = self._layout_size()
         stated_data = self._number("parallel", "data")
         total, origin = self._number(*_GPUS), self.origins.get(".".join(_GPUS), "")
@@ -205,7 +223,7 @@ class _JobDraft:
             return
         if nodes and per_node:
             if nodes * per_node != total:
-                self.layout.append(
+                self.reasons.append(
                     f"cluster: {nodes} nodes x {per_node} = {nodes * per_node} GPUs, but {total} by {origin}; "
                     "expected the same number"
                 )
@@ -218,7 +236,7 @@ class _JobDraft:
         if total % per_node:
             smaller = min(total, per_node)
             if total > per_node:
-                self.layout.append(f"cluster: {total} GPUs ({origin}) are no whole number of nodes of {per_node}")
+                self.reasons.append(f"cluster: {total} GPUs ({origin}) are no whole number of nodes of {per_node}")
                 return
             self._fill("cluster.gpus_per_node", smaller, f"{origin}: less than one node")
             per_node = smaller
@@ -271,6 +289,8 @@ class _JobDraft:
     def _is_known(self, path: str) -> bool:
         part, _, key = path.partition(".")
         held = self.data.get(part)
+        if path == "model.num_layers" and isinstance(held, dict) and held.get("num_decoder_layers") is not None:
+            return True
         if part == "model" and isinstance(held, dict):
             whole = any(held.get(way) is not None for way in ("preset", "config", "sizes"))
             return bool(held) if not key else whole or _value_at(held, key) is not None
@@ -287,6 +307,11 @@ class _JobDraft:
     def _has_open_steps(self) -> bool:
         """Whether accumulation is known and only waits for the micro batch or the GPUs, which are asked for."""
         return ".".join(_STEPS) in self.origins and not (self._number("batch", "micro_batch_size") and self._data_size)
+
+    @property
+    def lacks_batch(self) -> bool:
+        """Whether the global batch would follow from a data-parallel size that does not come out."""
+        return self._part("batch").get("global_batch_size") is None
 
     def leaf_origins(self) -> dict[str, str]:
         """The origin of every value, by its key path in the data."""

@@ -61,7 +61,9 @@ def _contradiction(model: ModelSpec, name: str) -> str | None:
             return None
         as_named = f"{layers} layers of hidden size {hidden}"
         real = _preset_of(model)
-        return f"the name {name!r} means {called} ({as_named}), but the sizes are {held}{f', as {real}' if real else ''}"
+        return (
+            f"the name {name!r} means {called} ({as_named}), but the sizes are {held}{f', as {real}' if real else ''}"
+        )
     for word in _words(name):
         if match := _SIZE.fullmatch(word):
             named = float(match[1]) * {"m": 1e6, "b": 1e9}[match[2]]
@@ -100,4 +102,6 @@ def _short(count: int) -> str:
 
 def parameters_text(model: ModelSpec) -> str:
     """The parameter count, for the reader to compare with what the model is known to have."""
-    return _short(num_parameters(model.model_copy(update={"max_position_embeddings": model.max_position_embeddings or 1})))
+    return _short(
+        num_parameters(model.model_copy(update={"max_position_embeddings": model.max_position_embeddings or 1}))
+    )

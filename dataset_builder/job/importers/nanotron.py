@@ -75,12 +75,7 @@ def _read_model(draft: Draft) -> None:
         return
     kind = next((name for name in ("qwen2", "starcoder2", "llama") if config.get(f"is_{name}_config")), "llama")
     read_sizes(draft, {"model_type": kind, **config}, "model.model_config.")
-    vocabulary, step = draft.get("model.vocab_size"), draft.count("model.make_vocab_size_divisible_by") or 1
-    multiple = max(1, step) * (draft.get("parallel.tensor") or 1)
-    if isinstance(vocabulary, int) and vocabulary % multiple:
-        padded = -(-vocabulary // multiple) * multiple
-        draft.state("model.vocab_size", padded, "model.model_config.vocab_size", "model.make_vocab_size_divisible_by",
-                    note=f"padded from {vocabulary} to a multiple of {multiple}")  # fmt: skip
+    draft.take("model.vocab_multiple", "model.make_vocab_size_divisible_by")
 
 
 def _read_precision(draft: Draft) -> None:

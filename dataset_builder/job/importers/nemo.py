@@ -31,9 +31,17 @@ _NEMO = {
 }  # fmt: skip
 _SECTIONS = ("model", "train", "ddp", "optimizer", "dist", "comm_overlap", "mixed_precision", "dataset", "tokenizer")
 _OTHER = (
-    "run*", "exp_manager*", "hydra*", "defaults*", "logger*", "checkpoint*", "rng*", "profiling*", "scheduler*", "nvrx*",
+    "run*", "exp_manager*", "hydra*", "defaults*", "logger*", "checkpoint*", "rng*", "profiling*", "scheduler*",
+    "nvrx*",
     "rerun_state_machine*", "straggler*", "ft*", "inprocess_restart*", "validation*", "tensor_inspect*", "_target_",
     "optimizer_config_override_provider*", "*._target_", "*._call_", "*._partial_", "*._args_", "trainer.*", "restore*",
+    "apply_query_key*", "pre_process", "post_process", "gradient_as_*", "fsdp*", "native_amp*", "megatron_amp_O2",
+    "sharp",
+    "mcore_gpt", "transformer_engine", "sync_batch*", "gc_interval", "tp_comm_*", "batch_p2p*", "growth_interval",
+    "activations_checkpoint_layers*", "num_micro_batches_with*", "resume_from_checkpoint", "accelerator", "max_*",
+    "precision",
+    "gradient_clip_val", "accumulate_grad_batches", "limit_*", "use_distributed_sampler", "enable_checkpointing",
+    "val_check_interval", "log_every_n_steps", "hidden_dropout", "autocast_*", "params_dtype", "pipeline_dtype", "fp32",
 )  # fmt: skip
 _PRESETS = {
     "bf16_mixed": ("bf16_mixed", "same"), "fp16_mixed": ("fp16_mixed", "same"),
@@ -86,8 +94,8 @@ def _renamed(document: Mapping[str, Any], is_nemo: bool) -> tuple[dict[str, Any]
 
     for written, name in _NEMO.items() if is_nemo else ():
         node: Any = document
-        for part in written.split("."):
-            node = node.get(part) if isinstance(node, Mapping) else None
+        for step in written.split("."):
+            node = node.get(step) if isinstance(node, Mapping) else None
         put(name, node, written)
     for section in ("model", "trainer") if is_nemo else _SECTIONS:
         part = document.get(section)
@@ -144,13 +152,15 @@ def _read_bridge_precision(draft: Draft) -> None:
         return
     word = next((key for key in reversed(_PRESETS) if key in name), None)
     if word is None:
-        draft.refuse(f"mixed_precision: got {name[:60]!r}; expected e.g. bf16_mixed, bf16_with_fp8_current_scaling_mixed")
+        draft.refuse(
+            f"mixed_precision: got {name[:60]!r}; expected e.g. bf16_mixed, bf16_with_fp8_current_scaling_mixed"
+        )
         return
     preset, linear = _PRESETS[word]
     draft.state("precision.preset", preset, "mixed_precision")
     if linear != "same":
         draft.state("precision.linear", linear, "mixed_precision")
-        draft.warn(f"bf16 and {linear} are both on: linears run in {linear}, everything else in bf16")
+        draft.warn_mixed("bf16", linear, linear)
     draft.imply("precision.params", "fp16" if preset == "fp16_mixed" else "bf16", f"mixed_precision {name}")
     draft.imply("precision.main_params", "fp32", f"mixed_precision {name}")
 
@@ -159,7 +169,8 @@ def _read_recipe(draft: Draft) -> None:
     """The model that a provider's class or a Hugging Face name means, where the file has no sizes."""
     model = draft.raw("hf_model_id")
     target = draft.raw("_target_")
-    named = next((name for text in (model, target) if text and (name := preset_called(_spaced(str(text))))), None)
+    texts = [_spaced(str(text)) for text in (model, target) if text]
+    named = next((known for text in texts if (known := preset_called(text))), None)
     if named and not draft.has("num_layers"):
         draft.imply("model.preset", named, f"the model {str(model or target)[:80]}")
 

@@ -1,7 +1,8 @@
 """What one file says of a job: values by the job's key paths, each with where it came from, and what is left to ask.
 
 An importer fills a :class:`Draft` from a :class:`ConfigFile` and ends with a frozen :class:`Reading`.
-Two keys stand for what files state and a job derives: ``cluster.num_gpus`` and ``batch.gradient_accumulation_steps``.
+Three keys stand for what files state and a job derives: ``cluster.num_gpus``, ``batch.gradient_accumulation_steps`` and
+``model.vocab_multiple`` (what the vocabulary is padded to, times tensor).
 """
 
 from __future__ import annotations
@@ -191,6 +192,10 @@ class Draft:
     def warn(self, text: str) -> None:
         self._warnings.append(f"{self.file.name}: {text}")
 
+    def warn_mixed(self, wide: str, narrow: str, linear: str) -> None:
+        """Two formats switched on together are no contradiction: the narrow one is the linears'."""
+        self.warn(f"{wide} and {narrow} are both on: linears run in {linear}, everything else in {wide.lstrip('-')}")
+
     def refuse(self, text: str) -> None:
         self._reasons.append(f"{self.file.name}: {text}")
 
@@ -208,7 +213,7 @@ class Draft:
         unknown = [
             self.file.written(key)
             for key, value in self.file.leaves()
-            if value is not None and not any(key == read or key.startswith(f"{read}.") for read in self._read)
+            if value not in (None, False) and not any(key == read or key.startswith(f"{read}.") for read in self._read)
         ]
         if unknown:
             more = f" and {len(unknown) - _MAX_LISTED} more" if len(unknown) > _MAX_LISTED else ""

@@ -10,31 +10,32 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from dataset_builder.job.importers.shell_words import Word, tokens
 
 _MAX_CHARACTERS = 4 * 2**20  # of all expansions together
 _MAX_WORDS = 20_000
 _ASSIGNMENT = re.compile(r"^([A-Za-z_][A-Za-z0-9_]*)(\+?)=", re.DOTALL)
-_KEYWORDS = {"then", "do", "done", "{", "}", "time", "exec", "eval", "export", "declare", "local", "readonly", "typeset"}
-_PLAIN = re.compile(r"[^\s;|&()'\"\\$`]+")
+_KEYWORDS = {
+    "then",
+    "do",
+    "done",
+    "{",
+    "}",
+    "time",
+    "exec",
+    "eval",
+    "export",
+    "declare",
+    "local",
+    "readonly",
+    "typeset",
+}
 # Brackets inside brackets once; unambiguous, so that no text takes longer than it is long.
 _EXPANSION = re.compile(
     r"\$\(\((?:[^()]|\([^()]*\))*\)\)|\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`|\$\{(?:[^{}]|\{[^{}]*\})*\}|\$\w+|\$[@*#?$!]"
 )
-_OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")", "\n")
-
-
-@dataclass
-class _Word:
-    """Parts of a word: text, and whether it stood in quotes (no splitting) or in single quotes (no expansion)."""
-
-    parts: list[tuple[str, bool, bool]] = field(default_factory=list)
-    array: list[_Word] | None = None
-
-    @property
-    def raw(self) -> str:
-        return "".join(text for text, _, _ in self.parts)
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ def read_script(text: str) -> Script:
     """Follows a script; raises ValueError when it is too large to follow."""
     interpreter = _Interpreter()
     interpreter.define_slurm(text)
-    words: list[_Word] = []
-    for token in _tokens(text):
+    words: list[Word] = []
+    for token in tokens(text):
         if isinstance(token, str):
             interpreter.command(words, token)
             words = []
@@ -59,122 +60,6 @@ def read_script(text: str) -> Script:
             words.append(token)
     interpreter.command(words, "\n")
     return Script(tuple(interpreter.commands), interpreter.variables, tuple(dict.fromkeys(interpreter.notes)))
-
-
-def _tokens(text: str) -> Iterator[_Word | str]:
-    """Words and operators; comments, line continuations and here-documents are gone."""
-    text = _without_here_documents(text.replace("\r\n", "\n").replace("\\\n", " "))
-    position, end = 0, len(text)
-    while position < end:
-        if text[position] in " \t":
-            position += 1
-        elif text[position] == "#":
-            position = _line_end(text, position)
-        elif found := next((mark for mark in _OPERATORS if text.startswith(mark, position)), None):
-            yield found
-            position += len(found)
-        else:
-            word, position = _word(text, position)
-            yield word
-
-
-def _line_end(text: str, position: int) -> int:
-    end = text.find("\n", position)
-    return len(text) if end < 0 else end
-
-
-def _without_here_documents(text: str) -> str:
-    kept, waiting = [], ""
-    for line in text.split("\n"):
-        if waiting:
-            waiting = "" if line.strip() == waiting else waiting
-            continue
-        match = re.search(r"<<-?\s*[\"']?([A-Za-z_]\w*)[\"']?", line)
-        waiting = match[1] if match and not line.lstrip().startswith("#") and "<<<" not in line else ""
-        kept.append(line)
-    return "\n".join(kept)
-
-
-def _word(text: str, position: int) -> tuple[_Word, int]:
-    word, start = _Word(), position
-    while position < len(text):
-        character = text[position]
-        if character in " \t\n;|&)" or (character == "(" and not text[start:position].endswith("=")):
-            if character == "(" and position == start:
-                position += 1
-            break
-        if character == "(":
-            word.array, position = _array(text, position + 1)
-        elif character == "'":
-            close = text.find("'", position + 1)
-            close = len(text) if close < 0 else close
-            word.parts.append((text[position + 1 : close], True, True))
-            position = close + 1
-        elif character == '"':
-            inner, position = _quoted(text, position + 1)
-            word.parts.append((inner, True, False))
-        elif character == "\\":
-            word.parts.append((text[position + 1 : position + 2], True, True))
-            position += 2
-        elif character in "$`":
-            close = _expansion_end(text, position)
-            word.parts.append((text[position:close], False, False))
-            position = close
-        else:
-            plain = _PLAIN.match(text, position)
-            close = plain.end() if plain else position + 1
-            word.parts.append((text[position:close], False, True))
-            position = close
-    return word, position
-
-
-def _array(text: str, position: int) -> tuple[list[_Word], int]:
-    items: list[_Word] = []
-    while position < len(text) and text[position] != ")":
-        if text[position] in " \t\n;&|":
-            position += 1
-        elif text[position] == "#":
-            position = _line_end(text, position)
-        elif text[position] == "(":
-            position += 1
-        else:
-            item, position = _word(text, position)
-            items.append(item)
-    return items, position + 1
-
-
-def _quoted(text: str, position: int) -> tuple[str, int]:
-    pieces: list[str] = []
-    while position < len(text) and text[position] != '"':
-        if text[position] == "\\" and position + 1 < len(text) and text[position + 1] in '"\\$`':
-            pieces.append(text[position : position + 2] if text[position + 1] == "$" else text[position + 1])
-            position += 2
-        elif text[position] in "$`":
-            close = _expansion_end(text, position)
-            pieces.append(text[position:close])
-            position = close
-        else:
-            pieces.append(text[position])
-            position += 1
-    return "".join(pieces), position + 1
-
-
-def _expansion_end(text: str, position: int) -> int:
-    """Where an expansion that begins at ``position`` ends; brackets inside are matched."""
-    if text[position] == "`":
-        close = text.find("`", position + 1)
-        return len(text) if close < 0 else close + 1
-    opening = text[position + 1 : position + 2]
-    if opening not in ("{", "("):
-        match = re.compile(r"\$(\w+|[@*#?$!-])?").match(text, position)
-        return match.end() if match else position + 1
-    closing, depth, position = {"{": "}", "(": ")"}[opening], 0, position + 1
-    while position < len(text):
-        depth += (text[position] == opening) - (text[position] == closing)
-        position += 1
-        if depth == 0:
-            break
-    return position
 
 
 class _Interpreter:
@@ -187,7 +72,7 @@ class _Interpreter:
         self._active: list[bool] = []
         self._done: list[bool] = []  # whether a branch was taken already
         self._case: list[str | None] = []  # the word of a case, None for an if
-        self._condition: list[tuple[list[_Word], str]] = []
+        self._condition: list[tuple[list[Word], str]] = []
         self._expects_pattern = False
         self._patterns: list[str] = []
         self._words = 0
@@ -195,7 +80,9 @@ class _Interpreter:
 
     def define_slurm(self, text: str) -> None:
         """What ``#SBATCH`` lines grant, under the names SLURM gives it."""
-        granted = dict(re.findall(r"^#SBATCH\s+(-{1,2}[a-zA-Z-]+)[=\s]+(\S+)", text, re.MULTILINE)[:200])
+        granted: dict[str, str] = dict(
+            re.findall(r"^#SBATCH\s+(-{1,2}[a-zA-Z-]+)[=\s]+(\S+)", text, re.MULTILINE)[:200]
+        )
         nodes = granted.get("--nodes", granted.get("-N", ""))
         if re.fullmatch(r"\d{1,6}", nodes):
             for name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"):
@@ -208,7 +95,7 @@ class _Interpreter:
     def _is_on(self) -> bool:
         return all(self._active)
 
-    def command(self, words: list[_Word], ending: str) -> None:
+    def command(self, words: list[Word], ending: str) -> None:
         """One command and the operator behind it."""
         if self._expects_pattern:
             self._read_pattern(words, ending)
@@ -223,7 +110,7 @@ class _Interpreter:
             return
         self._run(words)
 
-    def _read_condition(self, words: list[_Word], ending: str) -> None:
+    def _read_condition(self, words: list[Word], ending: str) -> None:
         """Collects ``if A && B``, up to ``then``; decides it there."""
         if words and words[0].raw == "then":
             self._decide()
@@ -249,7 +136,7 @@ class _Interpreter:
         self._active[-1] = holds
         self._done[-1] = self._done[-1] or holds
 
-    def _holds(self, tests: list[tuple[list[_Word], str]]) -> bool:
+    def _holds(self, tests: list[tuple[list[Word], str]]) -> bool:
         result, joined = None, "&&"
         for words, ending in tests:
             if not words:
@@ -263,7 +150,7 @@ class _Interpreter:
             joined = ending if ending in ("&&", "||") else "&&"
         return bool(result)
 
-    def _test(self, words: list[_Word]) -> bool | None:
+    def _test(self, words: list[Word]) -> bool | None:
         """A ``[ ... ]`` or ``[[ ... ]]`` test; ``None`` when only a running shell knows."""
         values = [" ".join(self._expand(word)) for word in words]
         negated = False
@@ -277,7 +164,7 @@ class _Interpreter:
         result = _compare(inner)
         return None if result is None else result != negated
 
-    def _read_pattern(self, words: list[_Word], ending: str) -> None:
+    def _read_pattern(self, words: list[Word], ending: str) -> None:
         if words and words[0].raw == "esac":
             self._expects_pattern = False
             self._close()
@@ -296,7 +183,7 @@ class _Interpreter:
             if stack:
                 stack.pop()
 
-    def _run(self, words: list[_Word]) -> None:
+    def _run(self, words: list[Word]) -> None:
         while words and words[0].raw in _KEYWORDS and words[0].array is None:
             words = words[1:]
         if not words:
@@ -320,7 +207,7 @@ class _Interpreter:
         elif self._is_on():
             self._execute(words)
 
-    def _execute(self, words: list[_Word]) -> None:
+    def _execute(self, words: list[Word]) -> None:
         while words and (match := _ASSIGNMENT.match(words[0].raw)):
             self._assign(words[0], match[1], bool(match[2]))
             words = words[1:]
@@ -331,7 +218,7 @@ class _Interpreter:
         if expanded:
             self.commands.append(tuple(expanded))
 
-    def _assign(self, word: _Word, name: str, appends: bool) -> None:
+    def _assign(self, word: Word, name: str, appends: bool) -> None:
         if word.array is not None:
             values = [text for item in word.array for text in self._expand(item)]
             held = self.variables.get(name, []) if appends else []
@@ -344,11 +231,11 @@ class _Interpreter:
             skipped += cut
             if text[cut:] or quoted:
                 parts.append((text[cut:], True, literal))
-        value = " ".join(self._expand(_Word(parts)))
+        value = " ".join(self._expand(Word(parts)))
         held_text = " ".join(self.variables.get(name, [])) if appends else ""
         self.variables[name] = [f"{held_text}{value}"]
 
-    def _expand(self, word: _Word) -> list[str]:
+    def _expand(self, word: Word) -> list[str]:
         """The words that one becomes; an expansion outside quotes is split at blanks."""
         fields, is_open = [""], False
         for text, quoted, literal in word.parts:

@@ -116,7 +116,9 @@ def _read_layout(draft: Draft, layers: int | None) -> None:
     else:
         draft.ask("cluster.num_gpus", "data_parallel_shard_degree -1 takes whatever GPUs there are")
     sequence = draft.flag("parallelism.enable_sequence_parallel")
-    draft.default("parallel.sequence_parallel", sizes.get("tensor", 1) > 1 and sequence is not False, "with tensor size")
+    draft.default(
+        "parallel.sequence_parallel", sizes.get("tensor", 1) > 1 and sequence is not False, "with tensor size"
+    )
     is_async = draft.flag(*keys_of("enable_async_tensor_parallel"))
     draft.default("parallel.overlap.tensor", False, "no async tensor parallelism")
     if is_async is not None:
@@ -177,7 +179,9 @@ def _read_batch(draft: Draft) -> None:
     micro, steps = local, 1
     if (draft.get("parallel.pipeline") or 1) > 1 and local:
         size = draft.count("parallelism.pipeline_parallel_microbatch_size")
-        number = draft.count("parallelism.pipeline_parallel_microbatches", "experimental.pipeline_parallel_microbatches")
+        number = draft.count(
+            "parallelism.pipeline_parallel_microbatches", "experimental.pipeline_parallel_microbatches"
+        )
         micro = local // number if number and local % number == 0 else size or 1
         steps = local // micro if micro and local % micro == 0 else 1
     if micro:
@@ -224,13 +228,13 @@ def _read_eight_bits(draft: Draft) -> None:
         recipe = (draft.text(f"{block}.recipe_name", "quantize.linear.float8.recipe_name") or "tensorwise").lower()
         linear = "fp8_rowwise" if recipe.startswith("rowwise") else "fp8_tensorwise"
         draft.state("precision.preset", linear, *keys, f"{block}.recipe_name")
-        draft.warn(f"bf16 and float8 are both on: linears run in {linear}, everything else in bf16")
+        draft.warn_mixed("bf16", "float8", linear)
         gather = (f"{section}.enable_fsdp_float8_all_gather" for section in ("float8", "quantize.linear.float8"))
         if draft.flag(*(names := tuple(gather))):
             draft.state("precision.param_gather", "fp8", *names)
     elif "mx" in converters:
         draft.state("precision.preset", "mxfp8", *keys)
-        draft.warn("bf16 and mxfp8 are both on: linears run in mxfp8, everything else in bf16")
+        draft.warn_mixed("bf16", "mxfp8", "mxfp8")
     draft.raw("float8", "mx", "quantize")
 
 
