@@ -29,6 +29,8 @@ class GraphBatch:
     launches: Tensor  # [N]
     is_overlappable: Tensor  # [N]
     is_weight_gradient: Tensor  # [N]
+    is_serial: Tensor  # [N]
+    is_chunked: Tensor  # [N]
     is_hidden_in_pairs: Tensor  # [N]
     node_graph: Tensor  # [N] graph of each node
     edge_index: Tensor  # [2, E]
@@ -72,6 +74,8 @@ def collate(graphs: Sequence[GraphArrays], devices: Sequence[str]) -> GraphBatch
         launches=joined("launches"),
         is_overlappable=joined("is_overlappable"),
         is_weight_gradient=joined("is_weight_gradient"),
+        is_serial=joined("is_serial"),
+        is_chunked=joined("is_chunked"),
         is_hidden_in_pairs=joined("is_hidden_in_pairs"),
         node_graph=torch.from_numpy(np.repeat(np.arange(len(graphs)), num_nodes)),
         edge_index=joined("edge_index", node_offset, axis=1),

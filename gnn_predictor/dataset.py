@@ -33,8 +33,8 @@ from gnn_predictor.features import (
 _SHIFTED_BY_NODES = ("edge_index", "entry_node")
 _TENSORS = (
     "node_features", "format_features", "node_formats", "log_roofline_s", "launches", "is_overlappable",
-    "is_weight_gradient", "is_hidden_in_pairs", "edge_index", "edge_kind", "entry_node", "entry_cell", "entry_weight",
-    "cell_launches", "hardware", "software", "workload",
+    "is_weight_gradient", "is_serial", "is_chunked", "is_hidden_in_pairs", "edge_index", "edge_kind", "entry_node",
+    "entry_cell", "entry_weight", "cell_launches", "hardware", "software", "workload",
 )  # fmt: skip
 
 
@@ -152,6 +152,8 @@ class OperatorExamples:
             launches=self.launches[rows],
             is_overlappable=self.is_message[rows],
             is_weight_gradient=torch.zeros(len(rows)),
+            is_serial=torch.zeros(len(rows)),
+            is_chunked=torch.zeros(len(rows)),
             is_hidden_in_pairs=torch.zeros(len(rows)),
             node_graph=node_graph,
             edge_index=none.view(1, 0).expand(2, 0),

@@ -75,6 +75,8 @@ class GraphArrays:
     launches: FloatArray  # [N]
     is_overlappable: FloatArray  # [N] 1 where the node is a message
     is_weight_gradient: FloatArray  # [N] 1 where a split schedule runs the node apart from its backward pass
+    is_serial: FloatArray  # [N] 1 where the job says that nothing runs beside the message
+    is_chunked: FloatArray  # [N] 1 where the job says that the message goes in pieces beside its matrix product
     is_hidden_in_pairs: FloatArray  # [N] 1 where the node costs nothing beside a pass of the other direction
     edge_index: IntArray  # [2, E]
     edge_kind: IntArray  # [E]
@@ -208,7 +210,8 @@ def workload_features(job: TrainingJob, layout: RankLayout, nodes: Sequence[_Loc
     kinds = [float(model.architecture == name) for name in ARCHITECTURES]
     kinds += [float(job.parallel.sharding == name) for name in SHARDINGS]
     overlap = job.parallel.overlap
-    kinds += [float(overlap.grad_reduce), float(overlap.param_gather), float(overlap.tensor), float(overlap.pipeline)]
+    # The third column is that of overlap.tensor, which hardly a run has on: is_chunked says it instead.
+    kinds += [float(overlap.grad_reduce), float(overlap.param_gather), 0.0, float(overlap.pipeline)]
     kinds += [float(bool(job.parallel.sequence_parallel)), model.dropout * 5]
     recompute = job.parallel.recompute.mode if job.parallel.recompute else "none"
     kinds += [float(recompute == name) for name in ("selective", "full")]
@@ -281,6 +284,8 @@ def featurize(job: TrainingJob, graph: TrainingGraph, layout: RankLayout) -> Gra
         launches=launches.astype(np.float32),
         is_overlappable=np.array([node.kind in COLLECTIVES for node in graph.nodes], dtype=np.float32),
         is_weight_gradient=_is_weight_gradient(job, graph),
+        is_serial=_is_serial(job, graph),
+        is_chunked=_is_chunked(job, graph),
         is_hidden_in_pairs=_is_hidden_in_pairs(job, graph),
         edge_index=np.array([[e.source for e in graph.edges], [e.target for e in graph.edges]], dtype=np.int64),
         edge_kind=np.array([_EDGE_KIND_INDEX[e.kind] for e in graph.edges], dtype=np.int64),
@@ -324,10 +329,32 @@ def _is_weight_gradient(job: TrainingJob, graph: TrainingGraph) -> FloatArray:
     return found
 
 
+def _is_serial(job: TrainingJob, graph: TrainingGraph) -> FloatArray:
+    """Messages that the job's overlap switches leave alone on their stream; [N]."""
+    overlap = job.parallel.overlap
+    if overlap.grad_reduce and overlap.param_gather and overlap.pipeline:
+        return np.zeros(len(graph.nodes), dtype=np.float32)
+
+    def is_serial(node: OpNode) -> bool:
+        if node.axis == "pipeline":
+            return node.per == "microbatch" and not overlap.pipeline
+        return node.axis == "data" and not (overlap.param_gather if node.kind == "all_gather" else overlap.grad_reduce)
+
+    return np.array([is_serial(node) for node in graph.nodes], dtype=np.float32)
+
+
+def _is_chunked(job: TrainingJob, graph: TrainingGraph) -> FloatArray:
+    """Tensor-parallel messages, where they go in pieces beside their matrix products; [N]."""
+    if not job.parallel.overlap.tensor:
+        return np.zeros(len(graph.nodes), dtype=np.float32)
+    return np.array([node.axis == "tensor" for node in graph.nodes], dtype=np.float32)
+
+
 def _is_hidden_in_pairs(job: TrainingJob, graph: TrainingGraph) -> FloatArray:
     """The experts' messages, where forward and backward passes run in pairs and overlap; [N]."""
-    is_hidden = job.parallel.schedule in PAIRED and job.parallel.overlap.pipeline
-    return np.array([is_hidden and node.axis == "expert" for node in graph.nodes], dtype=np.float32)
+    if job.parallel.schedule not in PAIRED or not job.parallel.overlap.pipeline:
+        return np.zeros(len(graph.nodes), dtype=np.float32)
+    return np.array([node.axis == "expert" for node in graph.nodes], dtype=np.float32)
 
 
 def _slot(node: OpNode) -> int:
