@@ -40,7 +40,7 @@ from gnn_predictor.domain import outside
 from gnn_predictor.event_order import paired_passes, stages_of_rank
 from gnn_predictor.features import SLOTS, GraphArrays, featurize
 from gnn_predictor.memory import MemoryFit, StageMemory, peak_memory
-from gnn_predictor.memory_advice import doubts, shortages
+from gnn_predictor.memory_advice import Verdict, doubts, shortages, verdict
 from gnn_predictor.network import Ensemble, NetworkConfig, stage_table
 from gnn_predictor.schedule import TIMES
 
@@ -108,6 +108,7 @@ class Prediction:
     stages: tuple[StagePrediction, ...]
     breakdown: Breakdown
     fits_memory: bool
+    memory_verdict: Verdict
     in_domain: bool
     warnings: tuple[str, ...]
     provenance: Mapping[str, Any]
@@ -186,6 +187,7 @@ class Prediction:
             "stages": [stage.to_dict() for stage in self.stages],
             "breakdown": {key: dict(value) for key, value in _fields(self.breakdown).items()},
             "fits_memory": self.fits_memory,
+            "memory_verdict": self.memory_verdict,
             "in_domain": self.in_domain,
             "warnings": list(self.warnings),
             "total": asdict(self.total) if self.total else None,
@@ -374,6 +376,7 @@ def _prediction(traced: _TracedJob, estimate: _Estimate, checkpoint: Checkpoint)
         stages=_stages(traced, times, iteration_s),
         breakdown=estimate.parts,
         fits_memory=traced.fits_memory,
+        memory_verdict=verdict(traced.memory, traced.job.cluster.gpu.hbm_bytes, checkpoint.config.memory),
         in_domain=not outside_reasons,
         warnings=(
             *traced.warnings,

@@ -94,7 +94,9 @@ def test_a_job_just_above_its_memory_is_refused_with_every_stage_and_a_hint(job_
     assert "within the error of this estimate (90% of such jobs need" in verdict
     assert nearest.startswith("memory: --set ")
     assert advice == "--force predicts anyway"
-    assert not predict(edge, checkpoint=untrained, force=True).fits_memory
+    forced = predict(edge, checkpoint=untrained, force=True)
+    assert not forced.fits_memory
+    assert forced.memory_verdict == "may not fit"
 
 
 def test_a_format_without_hardware_is_refused(job_of: Any, untrained: Path) -> None:
