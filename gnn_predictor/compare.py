@@ -197,20 +197,22 @@ def compare(
     return Comparison(tuple(Variant(chosen, job, each) for (chosen, job), each in zip(variants, outcomes, strict=True)))
 
 
-def read_choices(texts: Sequence[str]) -> dict[str, list[Any]]:
+def read_choices(
+    texts: Sequence[str], option: str = "--compare", most: int | None = MAX_VARIANTS
+) -> dict[str, list[Any]]:
     """``KEY.PATH=V1,V2`` as key paths to values of YAML types; ValueError says what is wrong with one."""
     choices: dict[str, list[Any]] = {}
     for text in texts:
         key, equals, values = (part.strip() for part in text.partition("="))
         if not equals or not values or not all(part.strip() for part in key.split(".")):
-            raise ValueError(f"--compare {text}: expected KEY.PATH=V1,V2, e.g. precision=bf16_mixed,fp8_mixed")
+            raise ValueError(f"{option} {text}: expected KEY.PATH=V1,V2, e.g. precision=bf16_mixed,fp8_mixed")
         if key in choices:
-            raise ValueError(f"--compare {text}: {key} is given twice; expected all its values in one list")
-        choices[key] = parse_document(f"[{values}]".encode(), f"--compare {key}")
+            raise ValueError(f"{option} {text}: {key} is given twice; expected all its values in one list")
+        choices[key] = parse_document(f"[{values}]".encode(), f"{option} {key}")
     count = math.prod(map(len, choices.values()))
-    if count > MAX_VARIANTS:
+    if most is not None and count > most:
         product = " x ".join(str(len(values)) for values in choices.values())
-        raise ValueError(f"--compare: got {count} = {product} variants; expected at most {MAX_VARIANTS}")
+        raise ValueError(f"{option}: got {count} = {product} variants; expected at most {most}")
     return choices
 
 

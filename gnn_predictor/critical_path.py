@@ -89,6 +89,11 @@ class JobTimes:
             path=path,
         )
 
+    @property
+    def total_s(self) -> float:
+        """Of the iteration: the pipeline, then the slowest stage's step, and what every step costs."""
+        return self.path.seconds + float(self.iteration_s.max()) + self.overhead_s
+
     def scaled(self, factor: float) -> JobTimes:
         """Every second times ``factor``; the critical path stays where it is."""
         names = ("seconds", "exposed_s", "overhead_s", "slots", "forward_s", "backward_s", "stage_s", "iteration_s")

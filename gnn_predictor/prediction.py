@@ -344,16 +344,21 @@ class _Estimate:
 
 
 def _estimates(traced: Sequence[_TracedJob], checkpoint: Checkpoint) -> list[_Estimate]:
-    network, config = network_of(checkpoint)
-    batch = collate([each.arrays for each in traced], config.devices)
-    with torch.inference_mode():
-        times = network.node_times(batch)
-        if checkpoint.config.adapter is not None:
-            scales = [effect_of(checkpoint.config.adapter, each.job).log_scales for each in traced]
-            times = scaled_times(batch, times, torch.tensor(scales))
-        table = stage_table(batch, times)
-        answers = [JobTimes.of(index, batch, times, table) for index in range(len(traced))]
+    answers = job_times([each.job for each in traced], [each.arrays for each in traced], checkpoint)
     return [_Estimate.of(each, answer).raised(each) for each, answer in zip(traced, answers, strict=True)]
+
+
+@torch.inference_mode()
+def job_times(jobs: Sequence[TrainingJob], graphs: Sequence[GraphArrays], checkpoint: Checkpoint) -> list[JobTimes]:
+    """The checkpoint's times of resolved jobs and their graphs, as they are before any is raised to its floor."""
+    network, config = network_of(checkpoint)
+    batch = collate(graphs, config.devices)
+    times = network.node_times(batch)
+    if checkpoint.config.adapter is not None:
+        scales = [effect_of(checkpoint.config.adapter, job).log_scales for job in jobs]
+        times = scaled_times(batch, times, torch.tensor(scales))
+    table = stage_table(batch, times)
+    return [JobTimes.of(index, batch, times, table) for index in range(len(jobs))]
 
 
 def _prediction(traced: _TracedJob, estimate: _Estimate, checkpoint: Checkpoint) -> Prediction:

@@ -104,7 +104,7 @@ def resolved_layout(job: TrainingJob) -> RankLayout:
         num_microbatches=job.batch.global_batch_size // (data * job.batch.micro_batch_size),
         groups=groups,
         shard_group=_group(cluster, shard, plan.tensor),
-        replica_group=_group(cluster, ranks // shard if shard > 1 else 1, plan.tensor * shard),
+        replica_group=_group(cluster, ranks // shard if plan.sharding == "hsdp" else 1, plan.tensor * shard),
         expert_data_group=_group(cluster, expert_data, plan.expert_tensor * plan.expert),
         stage_layers=tuple(tuple(layer for chunk in chunks_of_stage for layer in chunk) for chunks_of_stage in chunks),
         chunk_layers=chunks,
