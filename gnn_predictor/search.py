@@ -25,7 +25,7 @@ from dataset_builder.tracing.layout import RankLayout, resolved_layout, unsuppor
 from dataset_builder.tracing.trace import GraphBuilder
 from gnn_predictor.checkpoint import Checkpoint
 from gnn_predictor.features import GraphArrays, featurize
-from gnn_predictor.memory import peak_memory
+from gnn_predictor.memory import MemoryFit, peak_memory
 from gnn_predictor.prediction import Prediction, job_times, predict, predict_each
 from gnn_predictor.search_space import Layout, SearchSpace
 
@@ -251,7 +251,7 @@ class _Searcher:
         ready: list[tuple[int, _Ready]] = []
         nearest: Nearest | None = None
         for index in indices:
-            judged = _judged(space, self.layouts[space_index][index])
+            judged = _judged(space, self.layouts[space_index][index], self.checkpoint.config.memory)
             if isinstance(judged, str):
                 pruned[judged] += 1
             elif isinstance(judged, float):
@@ -275,7 +275,7 @@ class _Ready:
     arrays: GraphArrays
 
 
-def _judged(space: SearchSpace, layout: Layout) -> _Ready | float | str:
+def _judged(space: SearchSpace, layout: Layout, fit: MemoryFit) -> _Ready | float | str:
     """A layout that can run; the bytes it needs where they are too many; or why it does not divide."""
     problem = space.problem(layout)
     if problem is not None:
@@ -289,7 +289,7 @@ def _judged(space: SearchSpace, layout: Layout) -> _Ready | float | str:
     except CannotRunError as error:
         return f"{error.reasons[0].partition(':')[0]} does not divide"
     builder = GraphBuilder.of(job, ranks)
-    needed = max(stage.total for stage in peak_memory(builder.facts, job, ranks))
+    needed = max(stage.total for stage in peak_memory(builder.facts, job, ranks, fit))
     if needed > job.cluster.gpu.hbm_bytes:
         return needed
     return _Ready(job, featurize(job, builder.build(), ranks))
