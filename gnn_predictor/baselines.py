@@ -91,6 +91,14 @@ def pair_group(job: TrainingJob) -> str:
     return _digest(job, {"model", "batch", "parallel", "cluster", "software", "optimizer"})
 
 
+def layout_group(job: TrainingJob) -> tuple[str, str]:
+    """A text that is equal for jobs which differ only in layout, and one that is equal for equal layouts."""
+    values = job.resolved().model_dump(mode="json", include={"batch", "parallel"})
+    layout = {"parallel": values["parallel"], "micro_batch_size": values["batch"].pop("micro_batch_size")}
+    rest = _digest(job, {"model", "cluster", "precision", "software", "optimizer"})
+    return f"{rest} {_hashed(values['batch'])}", _hashed(layout)
+
+
 def reference_row(
     keys: Mapping[str, str], features: Mapping[str, float | str], iter_time_s: float
 ) -> dict[str, float | str]:
@@ -293,4 +301,8 @@ def _tristate(value: bool | None) -> float:
 def _digest(job: TrainingJob, parts: set[str]) -> str:
     values = job.resolved().model_dump(mode="json", include=parts)
     values["model"].pop("name", None)
+    return _hashed(values)
+
+
+def _hashed(values: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -75,7 +75,19 @@ def figures(metrics: Mapping[str, Any]) -> str:
         for name, each in protocols.items()
     ]
     head = ["held out", "runs", "MAPE", "median", "MAPE over sources", *(f"{name} MAPE" for name in baselines)]
-    return _table(head, rows) + memory_sentence(metrics.get("memory"))
+    ranking = ranking_sentence(metrics.get("P1", {}).get("layout_ranking"))
+    return _table(head, rows) + ranking + memory_sentence(metrics.get("memory"))
+
+
+def ranking_sentence(ranking: Mapping[str, Any] | None) -> str:
+    """How well the layouts of unseen jobs are ranked; nothing where it was not figured."""
+    if not ranking or not ranking["groups_for_top"]:
+        return ""
+    return (
+        f"\n\nOf {ranking['groups_for_top']:,} unseen jobs measured in four layouts or more, the fastest layout is "
+        f"among the three predicted fastest in {_percent(ranking['top3_hit_percent'])}; what is predicted fastest is "
+        f"{_percent(ranking['mean_regret_percent'])} slower than the fastest on average."
+    )
 
 
 def memory_sentence(memory: Mapping[str, Any] | None) -> str:

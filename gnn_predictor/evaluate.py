@@ -37,6 +37,7 @@ from gnn_predictor.baselines import (
     blind_job,
     held_out_predictions,
     job_key,
+    layout_group,
     pair_group,
     read_reference,
 )
@@ -241,8 +242,8 @@ def _answer(run: RunMeasurement, prediction: Prediction) -> dict[str, Any]:
 
 
 _FACTS = (
-    "run_id", "source_id", "job_group", "job_key", "pair_group", "gpu", "precision", "architecture", "iter_time_s",
-    "peak_mem_gb",
+    "run_id", "source_id", "job_group", "job_key", "pair_group", "layout_group", "layout", "gpu", "precision",
+    "architecture", "iter_time_s", "peak_mem_gb",
 )  # fmt: skip
 
 
@@ -250,7 +251,9 @@ def _facts(run: RunMeasurement) -> dict[str, Any]:
     peak_mem_gb = math.nan if run.peak_mem_gb is None else run.peak_mem_gb
     # Another source's run of the same job differs in more than precision: its cluster and software are not the same.
     pair = f"{run.source_id}/{pair_group(run.job)}" if run.job else ""
-    facts = {"gpu": run.gpu, "precision": run.precision, "architecture": run.architecture, "pair_group": pair}
+    group, layout = layout_group(run.job) if run.job else ("", "")
+    facts = {"gpu": run.gpu, "precision": run.precision, "architecture": run.architecture, "pair_group": pair,
+             "layout_group": group, "layout": layout}  # fmt: skip
     return {**_keys(run), **facts, "iter_time_s": run.iter_time_s, "peak_mem_gb": peak_mem_gb}
 
 

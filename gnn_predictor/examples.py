@@ -13,7 +13,7 @@ from dataset_builder.corpus.measurements import OpMeasurement, RunMeasurement
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.layout import rank_layout
 from dataset_builder.tracing.trace import build_graph
-from gnn_predictor.baselines import analytic_features, blind_job, job_key, pair_group, reference_row
+from gnn_predictor.baselines import analytic_features, blind_job, job_key, layout_group, pair_group, reference_row
 from gnn_predictor.dataset import OperatorExamples, RunExamples, operator_examples
 from gnn_predictor.features import GraphArrays, featurize
 
@@ -71,7 +71,9 @@ def run_table(measurements: Sequence[RunMeasurement]) -> pd.DataFrame:
     """Labels and groups of runs, a row each."""
     columns = ("run_id", "source_id", "gpu", "precision", "architecture", "job_group", "iter_time_s", "peak_mem_gb")
     table = pd.DataFrame({name: [getattr(run, name) for run in measurements] for name in columns})
-    table["pair_group"] = [pair_group(run.job) for run in measurements if run.job is not None]
+    jobs = [run.job for run in measurements if run.job is not None]
+    table["pair_group"] = [pair_group(job) for job in jobs]
+    table[["layout_group", "layout"]] = [layout_group(job) for job in jobs]
     return table
 
 

@@ -16,6 +16,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
+from gnn_predictor.ranking import ranking_figures
+
 SCHEMA_VERSION = 1
 BREAKDOWNS = ("precision", "gpu", "source_id", "architecture")
 BASELINE_PREFIX = "baseline_"  # columns ``baseline_<name>_s`` of the predictions table hold baselines' seconds
@@ -112,6 +114,7 @@ def time_figures(rows: pd.DataFrame, predicted: str = "predicted_iter_time_s") -
         key = "by_source" if column == "source_id" else f"by_{column}"
         figures[key] = {str(name): _errors(part, predicted) for name, part in rows.groupby(column, sort=True)}
     figures["precision_speedup"] = speedup_figures(precision_pairs(rows, predicted))
+    figures["layout_ranking"] = ranking_figures(rows, predicted)
     return figures
 
 
@@ -119,8 +122,8 @@ def evaluation_metrics(predictions: pd.DataFrame) -> dict[str, Any]:
     """The content of ``metrics.json`` for a table of predictions.
 
     ``predictions`` has the columns of ``predictions.csv`` and the facts of each row: ``source_id``, ``gpu``,
-    ``precision``, ``architecture`` and ``pair_group``; columns ``baseline_<name>_s`` hold baselines, which are judged
-    on the rows that the predictor answered. Memory is in GB of 1e9 bytes.
+    ``precision``, ``architecture``, ``pair_group``, ``layout_group`` and ``layout``; columns ``baseline_<name>_s`` hold
+    baselines, which are judged on the rows that the predictor answered. Memory is in GB of 1e9 bytes.
     """
     answered = predictions[predictions["status"] == "ok"]
     measured = answered[answered["iter_time_s"] > 0]

@@ -33,6 +33,8 @@ def _rows(**columns: object) -> pd.DataFrame:
         "precision": ["bf16_mixed", "fp8_mixed", "bf16_mixed", "fp16"],
         "architecture": ["decoder"] * 4,
         "pair_group": ["p", "p", "", ""],
+        "layout_group": [""] * 4,
+        "layout": [""] * 4,
     }
     return pd.DataFrame({**base, **columns})
 
