@@ -164,3 +164,74 @@ def test_the_class_a_bert_was_saved_by_says_its_head(saved_as: str, expected: tu
               "id2label": dict.fromkeys("01234", "B")}  # fmt: skip
     read = spec(config)
     assert (read.head, read.num_labels) == expected
+
+
+def _rotary(layers: int, hidden: int, heads: int, ffn: int, vocab: int, **more: Any) -> dict[str, Any]:
+    return {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": ffn,
+            "vocab_size": vocab, "tie_word_embeddings": False, **more}  # fmt: skip
+
+
+# Parameters in billions as the models' cards give them.
+PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
+    "gpt_bigcode": (15.5, {"n_layer": 40, "n_embd": 6144, "n_head": 48, "n_inner": 24576, "n_positions": 8192,
+                           "vocab_size": 49152, "multi_query": True}),
+    "gpt_neox": (6.86, _rotary(32, 4096, 32, 16384, 50432, hidden_act="gelu", use_parallel_residual=True)),
+    "gptj": (6.05, {"n_layer": 28, "n_embd": 4096, "n_head": 16, "n_inner": None, "rotary_dim": 64,
+                    "vocab_size": 50400}),
+    "starcoder2": (7.17, _rotary(32, 4608, 36, 18432, 49152, num_key_value_heads=4, use_bias=True,
+                                 tie_word_embeddings=True)),
+    "opt": (6.66, {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "ffn_dim": 16384,
+                   "vocab_size": 50272, "max_position_embeddings": 2048}),
+    "bloom": (7.07, {"n_layer": 30, "hidden_size": 4096, "n_head": 32, "vocab_size": 250880}),
+    "bart": (0.406, {"encoder_layers": 12, "decoder_layers": 12, "d_model": 1024, "encoder_ffn_dim": 4096,
+                     "encoder_attention_heads": 16, "vocab_size": 50265, "max_position_embeddings": 1024}),
+    "gpt_oss": (20.9, _rotary(24, 2880, 64, 2880, 201088, num_key_value_heads=8, head_dim=64, num_local_experts=32,
+                              num_experts_per_tok=4, rms_norm_eps=1e-5, hidden_act="silu")),
+    "llama4_text": (107.8, _rotary(48, 5120, 40, 8192, 202048, num_key_value_heads=8, head_dim=128,
+                                   num_local_experts=16, num_experts_per_tok=1, intermediate_size_mlp=16384,
+                                   interleave_moe_layer_step=1, rms_norm_eps=1e-5)),
+    "dbrx": (131.6, {"d_model": 6144, "n_layers": 40, "n_heads": 48, "vocab_size": 100352,
+                     "attn_config": {"kv_n_heads": 8},
+                     "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}}),
+    "olmoe": (6.92, _rotary(16, 2048, 16, 1024, 50304, num_experts=64, num_experts_per_tok=8, rms_norm_eps=1e-5)),
+    "cohere": (34.98, _rotary(40, 8192, 64, 22528, 256000, num_key_value_heads=64, tie_word_embeddings=True)),
+    "glm4_moe": (106.9, _rotary(46, 4096, 96, 10944, 151552, num_key_value_heads=8, head_dim=128, n_routed_experts=128,
+                                num_experts_per_tok=8, n_shared_experts=1, moe_intermediate_size=1408,
+                                first_k_dense_replace=1, attention_bias=True, rms_norm_eps=1e-5)),
+    # Qwen1.5-72B: three matrices in a gated feed-forward, not two (56.2)
+    "qwen2": (72.3, _rotary(80, 8192, 64, 24576, 152064, num_key_value_heads=64, rms_norm_eps=1e-6)),
+    "deepseek_v3": (671.0, {**DEEPSEEK_LITE, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+                            "num_attention_heads": 128, "vocab_size": 129280, "q_lora_rank": 1536,
+                            "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+                            "moe_intermediate_size": 2048, "first_k_dense_replace": 3}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_every_family_has_its_published_parameters(model_type: str) -> None:
+    published, config = PUBLISHED[model_type]
+    model = spec({**config, "model_type": model_type})
+    assert num_parameters(model) / 1e9 == pytest.approx(published, rel=0.01)
+
+
+def test_an_unknown_type_is_told_and_layers_without_attention_are_refused() -> None:
+    assert "not known; read as a Llama" in spec({**LLAMA, "model_type": "brand_new"}).assumed[0]
+    assert spec(LLAMA).assumed == ()
+    with pytest.raises(ValueError, match="layers without attention"):
+        sizes_of_config({**LLAMA, "model_type": "jamba"})
+
+
+def test_one_key_value_head_of_a_multi_query_model_is_read() -> None:
+    assert spec({**PUBLISHED["gpt_bigcode"][1], "model_type": "gpt_bigcode"}).num_query_groups == 1
+    assert spec(FALCON).num_query_groups == 1
+
+
+@pytest.mark.parametrize("change", [{"attention": {"replace_with_linear": True}}, {"ffn": 3}, {"ffn": {}}])
+def test_unequal_layers_are_averaged_and_other_parts_refused(change: dict[str, Any]) -> None:
+    block = {"attention": {"n_heads_in_group": 4, "no_op": False}, "ffn": {"ffn_mult": 2.0, "no_op": False}}
+    config = {**LLAMA, "num_key_value_heads": None, "intermediate_size": None}
+    equal = spec({**config, "block_configs": [block] * 4})
+    assert (equal.num_layers, equal.num_query_groups, equal.ffn_hidden_size) == (4, 8, 5632)
+    assert "4 unequal layers" in equal.assumed[0]
+    with pytest.raises(ValueError, match="block_configs"):
+        sizes_of_config({**config, "block_configs": [block, {**block, **change}]})

@@ -81,7 +81,9 @@ def _agreed(readings: Sequence[Reading], overrides: Mapping[str, Any]) -> tuple[
         firm = [option for option in options if option.rank == best]
         settings[path] = firm[0]
         different = next((option for option in firm if option.value != firm[0].value), None)
-        if different and best is not Rank.DEFAULT and not _is_set(path, overrides):
+        # Several files of one run may speak of several frameworks: the first is the one that was asked for first.
+        is_open = best is not Rank.DEFAULT and path != "software.framework"
+        if different and is_open and not _is_set(path, overrides):
             reasons.append(
                 f"{path}: {shown(firm[0].value)} in {firm[0].origin}, {shown(different.value)} in {different.origin}; "
                 f"expected one value, e.g. --set {path}={_plain(firm[0].value)}"

@@ -97,12 +97,13 @@ def _renamed(document: Mapping[str, Any], is_nemo: bool) -> tuple[dict[str, Any]
         for step in written.split("."):
             node = node.get(step) if isinstance(node, Mapping) else None
         put(name, node, written)
+    renamed = _NEMO if is_nemo else {}
     for section in ("model", "trainer") if is_nemo else _SECTIONS:
         part = document.get(section)
         if isinstance(part, Mapping):
             for key, value in part.items():
                 # A section of a section keeps its own names, unless it is a Python object written out.
-                if isinstance(value, Mapping) and "_target_" not in value:
+                if f"{section}.{key}" in renamed or (isinstance(value, Mapping) and "_target_" not in value):
                     continue
                 # Bridge's model repeats what mixed_precision decides.
                 if section == "model" and not is_nemo and _is_decided_elsewhere(key, document):

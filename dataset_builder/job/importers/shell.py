@@ -71,6 +71,7 @@ class _Interpreter:
         self.notes: list[str] = []
         self._active: list[bool] = []
         self._done: list[bool] = []  # whether a branch was taken already
+        self._doubts: list[str] = []  # conditions that could not be decided, told when they leave something out
         self._case: list[str | None] = []  # the word of a case, None for an if
         self._condition: list[tuple[list[Word], str]] = []
         self._expects_pattern = False
@@ -144,7 +145,7 @@ class _Interpreter:
             value = self._test(words)
             if value is None:
                 shown = " ".join(word.raw for word in words)[:80]
-                self.notes.append(f"cannot tell whether {shown} holds; taken as false")
+                self._doubts.append(f"cannot tell whether {shown} holds; taken as false")
             held = bool(value)
             result = held if result is None else (result and held if joined == "&&" else result or held)
             joined = ending if ending in ("&&", "||") else "&&"
@@ -206,6 +207,9 @@ class _Interpreter:
             self.variables[words[1].raw] = self._expand(words[3])[:1]
         elif self._is_on():
             self._execute(words)
+        elif any(_ASSIGNMENT.match(word.raw) or word.raw.startswith("--") for word in words):
+            self.notes += self._doubts
+            self._doubts = []
 
     def _execute(self, words: list[Word]) -> None:
         while words and (match := _ASSIGNMENT.match(words[0].raw)):

@@ -1,0 +1,262 @@
+"""Several files as one job: what wins, what is asked for, and contradictions with their arithmetic."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dataset_builder.job.errors import CannotRunError, JobError
+from dataset_builder.job.importers.formats import ImportedFiles
+from dataset_builder.job.importers.job_file import job_file
+from dataset_builder.job.importers.merging import ImportedJob
+from dataset_builder.job.schema import TrainingJob
+from dataset_builder.tracing.layout import rank_layout
+
+_ROOT = Path(__file__).parents[2]
+_FILES = Path(__file__).parent / "files"
+_RUN = {"cluster.gpu": "H100", "cluster.num_gpus": "8", "batch.seq_length": "1024", "batch.micro_batch_size": "1",
+        "batch.global_batch_size": "64"}  # fmt: skip
+
+
+def files_of(*names: str) -> ImportedFiles:
+    return ImportedFiles.read([str(_FILES / name) for name in names])
+
+
+def imported(*names: str, settings: Mapping[str, str] | None = None, **more: str) -> ImportedJob:
+    """The job of these files; ``batch__seq_length=...`` stands for ``--set batch.seq_length=...``."""
+    return files_of(*names).merged({**(settings or {}), **{key.replace("__", "."): more[key] for key in more}})
+
+
+def refused(*names: str, settings: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    with pytest.raises(JobError) as caught:
+        imported(*names, settings=settings)
+    return caught.value.reasons
+
+
+def write(path: Path, content: Any) -> Path:
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_a_model_an_engine_and_a_launcher_make_one_job() -> None:
+    job = imported("llama_config.json", "deepspeed.json", "accelerate.yaml", cluster__gpu="A100",
+                   batch__seq_length="4096", cluster__num_gpus="8", parallel__sharding="zero2").job  # fmt: skip
+    assert (job.model.hidden_size, job.batch.global_batch_size, job.parallel.sharding) == (1024, 64, "zero2")
+    assert (job.cluster.num_gpus, job.software.framework) == (8, "deepspeed")
+    assert job.precision.grad_reduce == "fp32"  # communication_data_type, firmer than what accelerate's FSDP implies
+
+
+def test_two_files_that_state_different_values_are_told_with_both() -> None:
+    (reason, *_) = refused("llama_config.json", "llama_mha_config.json", settings=_RUN)
+    assert reason == (
+        "model.num_query_groups: 4 in llama_config.json: num_key_value_heads, 16 in llama_mha_config.json: "
+        "num_key_value_heads; expected one value, e.g. --set model.num_query_groups=4"
+    )
+    settings = {**_RUN, "model.num_query_groups": "8"}
+    assert files_of("llama_config.json", "llama_mha_config.json").merged(settings).job.model.num_query_groups == 8
+
+
+def test_a_file_wins_over_the_one_that_it_extends() -> None:
+    child, base = (
+        imported("primus_model.yaml", "qwen_base.yaml", settings=_RUN).job,
+        "rope",
+    )
+    assert (child.model.num_layers, child.model.normalization, child.model.position_embedding) == (
+        80,
+        "rmsnorm",
+        "rope",
+    )
+    assert child.model.qkv_bias is True
+    reasons = refused("primus_model.yaml", settings=_RUN)
+    assert [reason.split(":")[0] for reason in reasons] == [
+        "model.normalization", "model.position_embedding", "model.tie_embeddings", "model.bias", "model.activation",
+    ]  # fmt: skip
+    assert "qwen_base.yaml" in " ".join(files_of("primus_model.yaml").warnings)
+
+
+def test_auto_is_asked_for_by_name_with_the_flag_that_supplies_it() -> None:
+    """Case C31: one message that lists every open field."""
+    reasons = refused("deepspeed_auto.json")
+    for key, path in (
+        ("train_batch_size", "batch.global_batch_size"), ("train_micro_batch_size_per_gpu", "batch.micro_batch_size"),
+        ("gradient_accumulation_steps", "batch.gradient_accumulation_steps"), ("bf16.enabled", "precision.preset"),
+    ):  # fmt: skip
+        (reason,) = (reason for reason in reasons if reason.startswith(f"{path}: "))
+        assert key in reason
+        assert f"--set {path}=" in reason
+    asked = {reason.split(":")[0] for reason in reasons}
+    assert {"model", "batch.seq_length", "cluster.gpu", "cluster.num_gpus"} <= asked
+    job = imported("deepspeed_auto.json", model__preset="llama3-8b", batch__seq_length="2048", cluster__gpu="H100",
+                   batch__micro_batch_size="2", batch__gradient_accumulation_steps="4", cluster__num_gpus="16",
+                   precision="bf16_mixed").job  # fmt: skip
+    assert (job.batch.global_batch_size, job.parallel.sharding, job.cluster.num_nodes) == (128, "zero3", 2)
+
+
+def test_every_placeholder_is_asked_for_by_its_name() -> None:
+    reasons = " ".join(refused("model_zoo.yaml"))
+    for placeholder in ("TP", "PP", "LAYERS_PER_VP", "EP", "MBS", "GBS", "SEQ_LEN"):
+        assert f"${{{placeholder}}}" in reasons
+    assert "MOE_GROUPED_GEMM" not in reasons  # without effect on the job
+
+
+def test_a_stage_list_is_refused_with_its_reason(tmp_path: Path) -> None:
+    path = write(tmp_path / "ds.json", {"train_batch_size": 8, "zero_optimization": {"stage": [2, 3]}, "bf16": {}})
+    with pytest.raises(JobError, match=r"stage: got \[2, 3\], which the autotuner would try one after the other"):
+        ImportedFiles.read([str(path)]).merged(_RUN)
+
+
+def test_a_batch_that_does_not_multiply_out_is_told_with_the_arithmetic(tmp_path: Path) -> None:
+    path = write(tmp_path / "ds.json", {
+        "train_batch_size": "1e2", "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,
+        "bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "reduce_bucket_size": "5e8"},
+    })  # fmt: skip
+    files = ImportedFiles.read([str(path)])
+    settings = {"model.preset": "llama3-8b", "cluster.gpu": "H100", "cluster.num_gpus": "8", "batch.seq_length": "2048"}
+    with pytest.raises(JobError) as caught:
+        files.merged(settings)
+    (reason,) = caught.value.reasons
+    assert "100 (ds.json: train_batch_size)" in reason
+    assert "micro batch 2 x accumulation 4 x 8 data-parallel GPUs = 64" in reason
+    assert files.merged({**settings, "batch.global_batch_size": "64"}).job.batch.global_batch_size == 64
+
+
+def test_gpus_that_do_not_hold_the_layout_are_told_with_the_arithmetic() -> None:
+    found = imported("megatron_175b.sh", cluster__gpu="A100")
+    (warning,) = (text for text in found.warnings if text.startswith("cluster:"))
+    assert "1 nodes x 8 = 8 GPUs" in warning
+    assert "tensor 8 x pipeline 16 = 128" in warning
+    with pytest.raises(CannotRunError, match="128 = TP8 x PP16"):
+        rank_layout(found.job)
+    assert "grows in phases; the final one (1536)" in " ".join(files_of("megatron_175b.sh").warnings)
+
+
+def test_layers_that_do_not_divide_into_chunks_are_refused(tmp_path: Path) -> None:
+    script = (_FILES / "megatron_fp8.sh").read_text().replace("--num-layers 16 ", "--num-layers 18 ")
+    path = write(tmp_path / "run.sh", script)
+    with pytest.raises(JobError, match=r"18 layers do not divide into chunks of 2 on 4 stages \(18 / \(4 x 2\)\)"):
+        ImportedFiles.read([str(path)]).merged({"cluster.gpu": "H100"})
+
+
+def test_bf16_beside_fp8_is_the_linears_fp8_and_said_aloud() -> None:
+    files = files_of("megatron_fp8.sh")
+    assert "--bf16 and --fp8-format are both on: linears run in fp8_current, everything else in bf16" in " ".join(
+        files.warnings
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("ds.json", {"fp16": {"enabled": True}, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+         "fp16.enabled and bf16.enabled are both true"),
+        ("run.sh", "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --fp16 --bf16\n",
+         "fp16 and bf16 are both on"),
+        ("a.yaml", "base_model: gpt2\nsequence_len: 8\nmicro_batch_size: 1\nbf16: true\nfp16: true\n",
+         "bf16 and fp16 are both true"),
+        ("b.yml", "pos_emb: none\nnorm: layernorm\npipe_parallel_size: 1\nprecision: bfloat16\nfp16: {enabled: true}\n",
+         "precision bfloat16 and fp16.enabled are both on"),
+    ],
+)  # fmt: skip
+def test_bf16_and_fp16_together_are_an_error(tmp_path: Path, name: str, content: Any, reason: str) -> None:
+    path = write(tmp_path / name, content)
+    with pytest.raises(JobError) as caught:
+        ImportedFiles.read([str(path)]).merged(_RUN)
+    assert reason in " ".join(caught.value.reasons)
+
+
+def test_a_name_that_contradicts_the_sizes_is_told(tmp_path: Path) -> None:
+    found = imported("gpt2/config.json", settings=_RUN)
+    assert any("'gpt2' means gpt2-small" in text and "as gpt2-large" in text for text in found.warnings)
+    assert any("774 M parameters" in text for text in found.warnings)
+    (tmp_path / "llama-70b").mkdir()
+    path = write(tmp_path / "llama-70b" / "config.json", (_FILES / "llama_config.json").read_text())
+    warnings = ImportedFiles.read([str(path)]).merged(_RUN).warnings
+    assert any("'llama-70b' says 70B" in text for text in warnings)
+
+
+def test_a_reduction_in_fp32_costs_what_it_costs() -> None:
+    """Case C20: bf16 that all-reduces in fp32 sends twice the bytes."""
+    job = imported("gpt_neox.yml", cluster__gpu="RTX3090", cluster__num_gpus="8").job.resolved()
+    assert (job.precision.compute, job.precision.grad_reduce) == ("bf16", "fp32")
+
+
+def test_a_longest_sequence_is_not_the_trainings() -> None:
+    assert any(reason.startswith("batch.seq_length: missing") for reason in refused("llama_config.json"))
+
+
+def test_unknown_keys_are_listed() -> None:
+    assert any("--made-up-flag" in text for text in files_of("megatron_fp8.sh").warnings)
+    assert any("training.aggressive_memory_mode" in text for text in files_of("torchtitan_experts.toml").warnings)
+
+
+@pytest.mark.parametrize(
+    "names", [["megatron_fp8.sh"], ["nemo_launcher.yaml"], ["axolotl.yaml"], ["nanotron.yaml"], ["torchtitan.json"]]
+)
+def test_the_job_file_reads_as_the_same_job_and_comments_every_value(names: list[str]) -> None:
+    found = imported(*names, cluster__gpu="H100")
+    text = job_file(found, ", ".join(names))
+    assert TrainingJob.parse(yaml.safe_load(text)) == found.job
+    values = [
+        line for line in text.splitlines() if line.strip() and not line.startswith("#") and not line.endswith(":")
+    ]
+    assert len(values) > 15
+    assert all("  # " in line for line in values)
+
+
+def test_the_command_writes_a_job_that_infer_answers(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    command = [sys.executable, "-m", "dataset_builder.convert", str(_FILES / "megatron_fp8.sh"), "--set",
+               "cluster.gpu=H100", "--output", str(job)]  # fmt: skip
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "--made-up-flag" in done.stderr
+    answers = []
+    for arguments in ([str(job)], ["--from", str(_FILES / "megatron_fp8.sh"), "--set", "cluster.gpu=H100"]):
+        command = [sys.executable, "-m", "gnn_predictor.infer", *arguments, "--format", "json"]
+        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads(done.stdout))
+    assert answers[0]["iteration_time_s"] == answers[1]["iteration_time_s"]
+    assert any("both on" in text for text in answers[1]["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["--from", "deepspeed_auto.json"], 2, "--set batch.micro_batch_size=N"),
+        (["--from", "megatron_175b.sh", "--set", "cluster.gpu=A100"], 4, "128 = TP8 x PP16"),
+        (["--from", "no_such_file.yaml"], 2, "cannot read the file"),
+        (["--from", "primus_model.yaml"], 2, "give it as another file"),
+        (["job.yaml", "--from", "llama_config.json"], 2, "expected job files, or --from"),
+        ([], 2, "expected job files, or --from"),
+    ],
+)
+def test_infer_tells_what_other_tools_files_lack(arguments: list[str], code: int, told: str) -> None:
+    command = [sys.executable, "-m", "gnn_predictor.infer", *arguments]
+    done = subprocess.run(command, cwd=_FILES, capture_output=True, text=True, timeout=120, env=_environment())
+    assert (done.returncode, done.stdout) == (code, "")
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(_ROOT)}
+
+
+def test_variants_of_other_tools_files_stand_side_by_side() -> None:
+    command = [sys.executable, "-m", "gnn_predictor.infer", "--from", "gpt_neox.yml", "--set", "cluster.gpu=RTX3090",
+               "--set", "cluster.num_gpus=8", "--compare", "precision.grad_reduce=fp32,bf16",
+               "--format", "json"]  # fmt: skip
+    done = subprocess.run(command, cwd=_FILES, capture_output=True, text=True, timeout=240, env=_environment())
+    assert done.returncode == 0, done.stderr
+    full, half = json.loads(done.stdout)["variants"]
+    assert full["iteration_time_s"] > half["iteration_time_s"]
+    assert sum(full["parts"]["communication"].values()) > sum(half["parts"]["communication"].values())
