@@ -29,7 +29,7 @@ from typing import Any
 
 import yaml
 
-from dataset_builder import trace
+from dataset_builder import convert, trace
 from dataset_builder.job.completion import key_paths, values_of
 from gnn_predictor import infer
 from gnn_predictor.checkpoint import CONFIG_FILE, METRICS_FILE, MODEL_FILE, released_checkpoint
@@ -356,9 +356,42 @@ def _trace(rng: random.Random, scratch: Path) -> Trial:
     return Trial(trace.main, arguments, input_text=file.read_text(encoding="utf-8"), writes_json=False)
 
 
+_FOREIGN = sorted(file for file in (ROOT / "tests" / "importers" / "files").rglob("*") if file.is_file())
+_SUPPLIED = (
+    "cluster.gpu=H100", "batch.seq_length=2048", "batch.global_batch_size=64", "batch.micro_batch_size=1",
+    "cluster.num_nodes=1", "cluster.gpus_per_node=8", "model.vocab_size=32000", "model.preset=llama3-8b",
+)  # fmt: skip
+
+
+def _foreign(rng: random.Random, scratch: Path) -> Trial:
+    """Files of other tools that were tampered with, alone or together, with some of what they do not say supplied."""
+    files: list[str] = []
+    texts: list[str] = []
+    for source in rng.sample(_FOREIGN, rng.choice((1, 1, 1, 2))):
+        raw = source.read_bytes()
+        if source.suffix == ".json" and rng.random() < 0.5:
+            value = json.loads(raw)
+            raw = json.dumps(_mutated(rng, value, [str(place[-1]) for place in _places(value)])).encode()
+        elif source.suffix in (".yaml", ".yml") and rng.random() < 0.4:
+            value = yaml.safe_load(raw)
+            raw = yaml.safe_dump(_mutated(rng, value, [str(place[-1]) for place in _places(value)])).encode()
+        elif rng.random() < 0.8:
+            raw = _mutated_text(rng, raw)
+        folder = scratch / f"foreign{len(files)}"
+        folder.mkdir(exist_ok=True)
+        file = folder / (source.name if rng.random() < 0.9 else rng.choice(("x", "x.json", "x.sh", "x.toml")))
+        file.write_bytes(raw)
+        files.append(str(file))
+        texts.append(raw.decode("utf-8", "replace"))
+    settings = [word for each in _SUPPLIED if rng.random() < 0.7 for word in ("--set", each)]
+    if rng.random() < 0.8:
+        return Trial(convert.main, (*files, *settings), input_text="\n----\n".join(texts), writes_json=False)
+    return Trial(infer.main, ("--from", *files, *settings, "--format", "json"), input_text="\n----\n".join(texts))
+
+
 KINDS: dict[str, Callable[[random.Random, Path], Trial]] = {
     "job": _job, "valid_job": _valid_job, "text": _text, "config": _config, "options": _options, "lines": _lines,
-    "checkpoint": _checkpoint, "trace": _trace,
+    "checkpoint": _checkpoint, "trace": _trace, "foreign": _foreign,
 }  # fmt: skip
 
 

@@ -7,19 +7,8 @@ With ``import_runs=`` and ``import_ops=`` it takes new tables into the package i
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-
-from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from dataset_builder.command_line import answered_at_once
-from dataset_builder.corpus.build import build_corpus
-from dataset_builder.corpus.measurements import shipped_table
-from dataset_builder.corpus.table_import import import_tables
-from dataset_builder.job.errors import JobError
 
 HELP = """usage: python -m dataset_builder.build [key=value ...]
 
@@ -29,6 +18,22 @@ examples:
   python -m dataset_builder.build
   python -m dataset_builder.build output=build/mine runs=my-runs.csv
   python -m dataset_builder.build import_runs=runs.csv import_ops=ops.parquet"""
+
+if __name__ == "__main__" and answered_at_once(HELP, sys.argv[1:]):
+    sys.exit(0)  # before what takes seconds to import
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from dataset_builder.corpus.build import build_corpus
+from dataset_builder.corpus.measurements import shipped_table
+from dataset_builder.corpus.table_import import import_tables
+from dataset_builder.job.errors import JobError
 
 
 def configuration_directory() -> Path:

@@ -60,12 +60,15 @@ class CommandParser(argparse.ArgumentParser):
         super().error(message)
 
 
-def answered_at_once(usage: str, arguments: Sequence[str]) -> bool:
-    """Prints help or version where a command that Hydra configures is asked for them; whether it was."""
+def answered_at_once(help_text: str, arguments: Sequence[str]) -> bool:
+    """Prints help or version where a command that Hydra configures is asked for them; whether it was.
+
+    The commands that take seconds to import ask it first.
+    """
     if {"-h", "--help"} & set(arguments):
-        sys.stdout.write(f"{usage.strip()}\n\n{EXIT_CODES}\n")
-        return True
-    if "--version" in arguments:
+        sys.stdout.write(f"{help_text.strip()}\n\n{EXIT_CODES}\n")
+    elif "--version" in arguments:
         sys.stdout.write(f"{VERSION}\n")
-        return True
-    return False
+    else:
+        return False
+    return True

@@ -9,11 +9,29 @@ Exit codes: 0; 2 bad usage, a file that cannot be read, or rows that no adapter 
 
 from __future__ import annotations
 
-import argparse
+import sys
+
+from dataset_builder.command_line import CommandParser
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "gnn_predictor.calibrate",
+        "Fits a small adapter to measured runs of one's own cluster; the folder it writes is a checkpoint.",
+        ["runs.csv --output my-cluster", "runs.csv --output my-cluster --checkpoint other-predictor"],
+    )
+    parser.add_argument("runs", metavar="RUNS.csv", help="measured runs, with the columns of the measurement schema")
+    parser.add_argument("--output", metavar="DIR", required=True, help="the adapter's folder, written whole")
+    parser.add_argument("--checkpoint", metavar="DIR", help="the predictor to calibrate (default: the released one)")
+    return parser
+
+
+if __name__ == "__main__" and {"-h", "--help", "--version"} & set(sys.argv[1:]):
+    _parser().parse_args()  # answers and ends, before what takes seconds to import
+
 import math
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -166,7 +184,7 @@ def _unnamed(job: TrainingJob | None) -> TrainingJob | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    options = _parser().parse_args(arguments)
+    options = _parser().read(arguments)
     torch.set_num_threads(1)
     try:
         base = _without_adapter(load_checkpoint(options.checkpoint))
@@ -178,18 +196,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     print("\n".join([*report(result), f"written to {path}"]))
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m gnn_predictor.calibrate",
-        description="Fits a small adapter to measured runs of one's own cluster; the folder it writes is a checkpoint.",
-        epilog="exit codes: 0 ok, 1 bug, 2 bad usage or rows that cannot be learnt from, 3 checkpoint unusable",
-    )
-    parser.add_argument("runs", metavar="RUNS.csv", help="measured runs, with the columns of the measurement schema")
-    parser.add_argument("--output", metavar="DIR", required=True, help="the adapter's folder, written whole")
-    parser.add_argument("--checkpoint", metavar="DIR", help="the predictor to calibrate (default: the released one)")
-    return parser
 
 
 def _without_adapter(checkpoint: Checkpoint) -> Checkpoint:

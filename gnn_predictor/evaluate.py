@@ -8,10 +8,25 @@ Exit codes: 0; 2 bad usage or a file that can't be read (names file and column);
 
 from __future__ import annotations
 
+import sys
+
+from dataset_builder.command_line import answered_at_once
+
+USAGE = "usage: python -m gnn_predictor.evaluate runs=RUNS.csv output=DIR [checkpoint=DIR] [baselines=false]"
+HELP = f"""{USAGE}
+
+Predicts every row of a table of measured runs; writes predictions.csv and metrics.json.
+
+examples:
+  python -m gnn_predictor.evaluate runs=runs.csv output=outputs/evaluation
+  python -m gnn_predictor.evaluate runs=runs.csv output=outputs/mine checkpoint=my-checkpoint baselines=false"""
+
+if __name__ == "__main__" and answered_at_once(HELP, sys.argv[1:]):
+    sys.exit(0)  # before what takes seconds to import
+
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -24,7 +39,6 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from dataset_builder.command_line import answered_at_once
 from dataset_builder.corpus.measurements import RunMeasurement, read_runs
 from dataset_builder.job.errors import JobError
 from dataset_builder.job.schema import TrainingJob
@@ -52,14 +66,6 @@ COLUMNS = (
 )  # fmt: skip
 NUMBERS = COLUMNS[1:7]
 BATCH = 64  # jobs predicted at once
-USAGE = "usage: python -m gnn_predictor.evaluate runs=RUNS.csv output=DIR [checkpoint=DIR] [baselines=false]"
-HELP = f"""{USAGE}
-
-Predicts every row of a table of measured runs; writes predictions.csv and metrics.json.
-
-examples:
-  python -m gnn_predictor.evaluate runs=runs.csv output=outputs/evaluation
-  python -m gnn_predictor.evaluate runs=runs.csv output=outputs/mine checkpoint=my-checkpoint baselines=false"""
 
 PredictJobs = Callable[[Sequence[TrainingJob]], Sequence[Prediction]]
 

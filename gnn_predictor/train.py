@@ -11,9 +11,24 @@ Interrupted, the same command continues; the result does not depend on the inter
 
 from __future__ import annotations
 
+import sys
+
+from dataset_builder.command_line import answered_at_once
+
+HELP = """usage: python -m gnn_predictor.train [experiment=smoke|p2|p3|p4|p5|b3] [key=value ...] [--multirun]
+
+Trains a predictor and judges it on held-out runs; conf/train.yaml lists the keys and their defaults.
+
+examples:
+  python -m gnn_predictor.train experiment=smoke output=outputs/smoke
+  python -m gnn_predictor.train fit.epochs=60 network.hidden=128 output=outputs/wide
+  python -m gnn_predictor.train --cfg job                  the composed configuration"""
+
+if __name__ == "__main__" and answered_at_once(HELP, sys.argv[1:]):
+    sys.exit(0)  # before what takes seconds to import
+
 import hashlib
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,7 +40,6 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from dataset_builder.command_line import answered_at_once
 from dataset_builder.corpus.build import open_corpus
 from dataset_builder.job.errors import JobError
 from gnn_predictor.baselines import write_reference
@@ -196,15 +210,5 @@ def main(configuration: DictConfig) -> None:
     print(json.dumps({"checkpoint": str(path)}))
 
 
-HELP = """usage: python -m gnn_predictor.train [experiment=smoke|p2|p3|p4|p5|b3] [key=value ...] [--multirun]
-
-Trains a predictor and judges it on held-out runs; conf/train.yaml lists the keys and their defaults.
-
-examples:
-  python -m gnn_predictor.train experiment=smoke output=outputs/smoke
-  python -m gnn_predictor.train fit.epochs=60 network.hidden=128 output=outputs/wide
-  python -m gnn_predictor.train --cfg job                  the composed configuration"""
-
-
-if __name__ == "__main__" and not answered_at_once(HELP, sys.argv[1:]):
+if __name__ == "__main__":
     main()

@@ -62,19 +62,19 @@ _RULES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], None]] = {
 }  # fmt: skip
 
 
-def _fused_torch_step(name: str, parameter: nn.Parameter, state_dtype: torch.dtype) -> Callable[[], None]:
+def _fused_torch_step(name: str, parameter: nn.Parameter, moments: list[Tensor]) -> Callable[[], None]:
     """A step of torch's fused optimizer with its state already there, as after the first iteration."""
     optimizer: torch.optim.Optimizer
     if name == "sgd":
         optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, fused=True)
-        optimizer.state[parameter] = {"momentum_buffer": torch.empty_like(parameter, dtype=state_dtype)}
+        optimizer.state[parameter] = {"momentum_buffer": moments[0]}
     else:
         kind = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
         optimizer = kind([parameter], lr=0.1, fused=True)
         optimizer.state[parameter] = {
             "step": torch.zeros(()),
-            "exp_avg": torch.empty_like(parameter, dtype=state_dtype),
-            "exp_avg_sq": torch.empty_like(parameter, dtype=state_dtype),
+            "exp_avg": moments[0],
+            "exp_avg_sq": moments[1],
         }
 
     def step() -> None:
@@ -97,12 +97,15 @@ def record_optimizer(structure: BlockStructure, sizes: Mapping[str, int]) -> Rec
         weight = torch.empty(shape, dtype=TORCH_DTYPE[structure.params])
         buffer = torch.empty((sizes["G"], *element), dtype=TORCH_DTYPE[structure.grad_accum])
         gradient = buffer[: sizes["N"]]
-        state_dtype = TORCH_DTYPE[structure.optimizer_state]
+        has_rule = structure.optimizer in _RULES
+        # torch's kernels refuse most mixes of formats that others' have: there the parameter's stands in for the state's
+        state_dtype = TORCH_DTYPE[structure.optimizer_state] if has_rule else stored
         moments = [torch.empty(shape, dtype=state_dtype) for _ in range(2)]
+        recorder.formats |= {moment.untyped_storage()._cdata: structure.optimizer_state for moment in moments}
         found_inf, scale = torch.zeros(1), torch.zeros(1)
         converted = gradient.dtype != parameter.dtype
         parameter.grad = torch.empty_like(parameter) if converted else gradient
-        step = None if structure.optimizer in _RULES else _fused_torch_step(structure.optimizer, parameter, state_dtype)
+        step = None if has_rule else _fused_torch_step(structure.optimizer, parameter, moments)
         with recorder, scope("optimizer"):
             if converted:
                 with scope("gradient_copy"):

@@ -129,12 +129,15 @@ def _choose_model(settings: dict[str, Setting], warnings: list[str]) -> None:
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Key paths as mappings in each other; a mapping where another file has a number stays, for validation to name."""
     nested: dict[str, Any] = {}
-    for path, value in values.items():
+    for path, value in sorted(values.items(), key=lambda item: item[0].count(".")):
         *parents, key = path.split(".")
         node = nested
         for parent in parents:
-            node = node.setdefault(parent, {})
+            if not isinstance(node.get(parent), dict):
+                node[parent] = {}
+            node = node[parent]
         node[key] = value
     return nested
 

@@ -257,7 +257,7 @@ def _read_software(draft: Draft) -> None:
     enabled = draft.flag("compile.enable")
     older = draft.flag("training.compile")
     if enabled is not None:
-        model = components is None or "model" in components
+        model = components is None or "model" in (components if isinstance(components, list) else [components])
         draft.state("software.compile", enabled and model, "compile.enable", "compile.components")
     elif older is not None:
         draft.state("software.compile", older, "training.compile")
