@@ -98,8 +98,7 @@ class Report:
     tried: Counter[str] = field(default_factory=Counter)
     exit_codes: Counter[int | str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
-    longest_s: float = 0.0
-    longest_input: str = ""
+    longest: tuple[float, Trial | None] = (0.0, None)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -107,7 +106,8 @@ class Report:
             "by_kind": dict(self.tried),
             "exit_codes": {str(code): count for code, count in sorted(self.exit_codes.items(), key=str)},
             "failures": len(self.failures),
-            "longest_s": round(self.longest_s, 3),
+            "longest_s": round(self.longest[0], 3),
+            "longest_arguments": self.longest[1].arguments[1:] if self.longest[1] else (),
             "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         }
 
@@ -146,7 +146,7 @@ def _run(trial: Trial, report: Report) -> str:
     out, err = io.StringIO(), io.StringIO()
     before = sys.stdin
     sys.stdin = io.TextIOWrapper(io.BytesIO(trial.standard_input))
-    start, code, crash = time.perf_counter(), -1, ""
+    start, code, crash = time.process_time(), -1, ""
     signal.alarm(TIME_LIMIT_S)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -160,9 +160,9 @@ def _run(trial: Trial, report: Report) -> str:
     finally:
         signal.alarm(0)
         sys.stdin = before
-    seconds = time.perf_counter() - start
-    if seconds > report.longest_s:
-        report.longest_s, report.longest_input = seconds, trial.input_text or str(trial.arguments)
+    seconds = time.process_time() - start
+    if seconds > report.longest[0]:
+        report.longest = seconds, trial
     report.exit_codes["crash" if crash else code] += 1
     return crash or _broken_rule(trial, code, out.getvalue(), err.getvalue())
 

@@ -98,7 +98,7 @@ def record_optimizer(structure: BlockStructure, sizes: Mapping[str, int]) -> Rec
         buffer = torch.empty((sizes["G"], *element), dtype=TORCH_DTYPE[structure.grad_accum])
         gradient = buffer[: sizes["N"]]
         has_rule = structure.optimizer in _RULES
-        # torch's kernels refuse most mixes of formats that others' have: there the parameter's stands in for the state's
+        # torch's kernels refuse most mixes of formats: there the parameter's format stands in for the state's
         state_dtype = TORCH_DTYPE[structure.optimizer_state] if has_rule else stored
         moments = [torch.empty(shape, dtype=state_dtype) for _ in range(2)]
         recorder.formats |= {moment.untyped_storage()._cdata: structure.optimizer_state for moment in moments}
