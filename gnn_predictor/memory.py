@@ -135,7 +135,8 @@ def metered_bytes(memory: Sequence[StageMemory], meter: MemoryMeter) -> float:
 
 def peak_terms(stages: Sequence[StageFacts], job: TrainingJob, layout: RankLayout) -> tuple[StageTerms, ...]:
     """What is counted of one rank of every pipeline position; ``job`` is a resolved job."""
-    head = _head_activation_bytes(stages)
+    last = next((index for index, stage in enumerate(stages) if stage.has_head), len(stages) - 1)
+    head = _head_activation_bytes(stages, last)
     shape = PipelineShape(
         job.parallel.schedule or "1f1b", len(stages), job.parallel.virtual_pipeline, layout.num_microbatches
     )
@@ -145,7 +146,7 @@ def peak_terms(stages: Sequence[StageFacts], job: TrainingJob, layout: RankLayou
         parts = []
         for index in of_rank:
             stage = stages[index]
-            head_bytes = head if index == len(stages) - 1 else 0.0
+            head_bytes = head if index == last else 0.0
             # The head's backward runs right after its forward, so no rank holds two heads (but under GPipe).
             heads = held if shape.schedule == "gpipe" else min(held, 1.0)
             body = stage.saved_activation_bytes - head_bytes
@@ -191,13 +192,15 @@ def _stage_terms(stage: StageFacts, saved_bytes: float, job: TrainingJob, layout
     return StageTerms(params, grads, optimizer, saved_bytes, stage.logits_bytes, buffers, experts > 0)
 
 
-def _head_activation_bytes(stages: Sequence[StageFacts]) -> float:
-    """What the last stage saves beyond its layers, by the layers of the stage before it; zero for a single stage."""
-    if len(stages) < 2 or not stages[-2].layers:
+def _head_activation_bytes(stages: Sequence[StageFacts], head: int) -> float:
+    """What the head's stage saves beyond its layers, by those of the stage beside it; zero for a single stage."""
+    if len(stages) < 2:
         return 0.0
-    before, last = stages[-2], stages[-1]
-    layer = before.saved_activation_bytes / len(before.layers)
-    return max(0.0, last.saved_activation_bytes - layer * len(last.layers))
+    beside, own = stages[head - 1 if head else 1], stages[head]
+    if not beside.layers:
+        return 0.0
+    layer = beside.saved_activation_bytes / len(beside.layers)
+    return max(0.0, own.saved_activation_bytes - layer * len(own.layers))
 
 
 def model_states(

@@ -190,5 +190,10 @@ def _approximations(row: JobRow, model: dict[str, Any]) -> None:
         row.assume("model: the discriminator with the generator's vocabulary head; its layers are not counted")
     if row.is_frozen:
         model["lora"] = {"rank": _adapter_rank(row), "targets": "attention"}
-    if "mtp" in row.model_name.lower() or "mtp_num_layers" in row.flags or "MTP layer probably" in row.notes:
-        row.assume("model: the multi-token prediction layer is not counted")
+    name = row.model_name.lower()
+    named = "mtp" in name and "w/o mtp" not in name
+    if stated := row.note_count("mtp_num_layers"):
+        model["mtp_layers"] = 1 if row.flags.get("mtp_use_repeated_layer") == "1" else stated
+    elif "mtp_num_layers" not in row.flags and (named or "MTP layer probably" in row.notes):
+        model["mtp_layers"] = 1
+        row.assume("mtp_layers: not stated, 1 taken")

@@ -42,7 +42,8 @@ def model_flops_per_sequence(
         ]
     else:
         keys = _keys_by_layer(model, seq_length, whole_causal)
-        parts = [_stack_flops(model, model.num_layers, seq_length, keys), _Forward(_head_flops(model, seq_length))]
+        heads = (1 + model.mtp_layers) * _head_flops(model, seq_length)
+        parts = [_stack_flops(model, model.num_layers + model.mtp_layers, seq_length, keys), _Forward(heads)]
     of_weights = _WITHOUT_WEIGHT_GRADIENT if model.lora else _FORWARD_AND_BACKWARD
     return sum(of_weights * part.weights + _FORWARD_AND_BACKWARD * (part.scores + part.adapters) for part in parts)
 

@@ -99,6 +99,9 @@ class ModelSpec(Frozen):
     post_norm: bool = False
     parallel_block: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    # Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): further layers beside the head, each with
+    # its own pass of embedding and head. Sizes of models are without them.
+    mtp_layers: CountOrZero = 0
     head: Literal["lm", "mlm", "classification"] = "lm"
     num_labels: Count = 2
     masked_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -132,6 +135,8 @@ class ModelSpec(Frozen):
             wrong.append(
                 f"moe.dense_layers: got {max(self.moe.dense_layers)}; expected layer indices below {self.num_layers}"
             )
+        if self.mtp_layers and (self.architecture != "decoder" or self.head != "lm"):
+            wrong.append(f"mtp_layers: got {self.mtp_layers}; expected 0 but for a decoder with head: lm")
         if self.masked_fraction < 1 and self.head != "mlm":
             wrong.append(f"masked_fraction: got {self.masked_fraction} with head {self.head}; expected head: mlm")
         if self.architecture != "encoder_decoder" and self.encoder_layers + self.decoder_layers == 0:
@@ -240,6 +245,7 @@ def _fill_usual_sizes(data: dict[str, Any]) -> dict[str, Any]:
 
 
 _CANONICAL = {
+    "mtp_num_layers": "mtp_layers", "num_nextn_predict_layers": "mtp_layers",
     "num_hidden_layers": "num_layers", "n_layers": "num_layers", "n_layer": "num_layers",
     "dim": "hidden_size", "n_embd": "hidden_size", "d_model": "hidden_size",
     "intermediate_size": "ffn_hidden_size",

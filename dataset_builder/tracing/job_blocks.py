@@ -77,6 +77,10 @@ def job_blocks(job: TrainingJob, layout: RankLayout) -> JobBlocks:
                 if key not in kinds:
                     kinds[key] = _layer_structure(job, shared, *key)
                 layers.setdefault((kinds[key], kind[0]), Counter())[stage] += count
+    if model.mtp_layers:  # further layers of the last one's kind
+        key = ("none" if mode == "full" and limit is not None else mode, of_layer[-1])
+        structure = kinds.get(key) or _layer_structure(job, shared, *key)
+        layers.setdefault((structure, True), Counter())[layout.head_stage] += model.mtp_layers
     return JobBlocks(
         embedding=_embedding_structure(job, shared),
         encoder_norm=(

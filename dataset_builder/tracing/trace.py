@@ -66,10 +66,12 @@ class GraphBuilder:
         stages = range(len(self.layout.stage_layers))
         last = self.layout.head_stage
         embedding, layers, head = self._bound_blocks
-        chain = [(embedding, self._add(embedding, [float(stage == 0) for stage in stages]))]
+        again = self.job.model.mtp_layers  # further passes of embedding and head, beside the head
+        passes = [float((stage == 0) + again * (stage == last)) for stage in stages]
+        chain = [(embedding, self._add(embedding, passes))]
         for block, counts in layers:
             chain.append((block, self._add(block, [float(counts[stage]) for stage in stages])))
-        chain.append((head, self._add(head, [float(stage == last) for stage in stages])))
+        chain.append((head, self._add(head, [float((1 + again) * (stage == last)) for stage in stages])))
         self._connect(chain)
         self._pipeline_messages(head.output_dtype if not layers else layers[0][0].output_dtype, chain)
         self._data_parallel(self.facts, chain, layers)
@@ -176,9 +178,13 @@ class GraphBuilder:
             vocabulary = embedding.totals["vocabulary_parameters"] if stage == 0 else 0.0
             if stage == last:
                 dense += head.totals["dense_parameters"]
-                saved += head.totals["saved"]
+                saved += (1 + model.mtp_layers) * head.totals["saved"]
                 if last > 0 or not model.tie_embeddings:  # another stage keeps its own copy of the tied table
                     vocabulary += head.totals["vocabulary_parameters"]
+                if model.mtp_layers:
+                    dense += model.mtp_layers * 2 * model.hidden_size**2 / self.layout.tensor  # of hidden and embedded
+                    if last > 0 and not model.tie_embeddings:
+                        vocabulary += embedding.totals["vocabulary_parameters"]
             dense += self._parameters_outside_blocks(stage)
             trained = dense + expert + vocabulary
             if model.lora:  # adapters are in layers only

@@ -194,6 +194,17 @@ def test_deepseek_v3_gets_its_latent_attention() -> None:
     assert (model["ffn_hidden_size"], model["moe"]["num_shared_experts"]) == (18432, 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "notes", "layers"),
+    [("DeepSeekV3 (w/o MTP)", "", 0), ("DeepSeekV3 (w/ MTP)", "", 1), ("proxy", "mtp_num_layers=2; vocab_raw=1", 2),
+     ("proxy", "mtp_num_layers=2; mtp_use_repeated_layer=1", 1), ("DeepSeekV3", "MTP layer probably on", 1)],
+)  # fmt: skip
+def test_multi_token_prediction_is_what_a_row_says_of_it(name: str, notes: str, layers: int) -> None:
+    model = mapping(model_name=name, arch="moe", layers=8, hidden=1024, heads=16, ffn_hidden=512, num_experts=8,
+                    top_k=2, gated_mlp=1, tp=1, global_batch=64, notes=notes)["model"]  # fmt: skip
+    assert model.get("mtp_layers", 0) == layers
+
+
 def test_a_batch_that_does_not_divide_is_changed_openly() -> None:
     job, assumed = job_mapping({**GPT_22B, "tp": 1, "micro_batch": 3, "global_batch": 64})
     assert job["batch"]["micro_batch_size"] == 4

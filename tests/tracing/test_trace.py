@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataset_builder.job.flops import model_flops_per_sequence
-from dataset_builder.job.model import num_parameters
+from dataset_builder.job.model import ModelSpec, num_parameters
 from dataset_builder.job.presets import preset_names
 from dataset_builder.job.schema import TrainingJob, attention_kernel
 from dataset_builder.tracing.graph import COLLECTIVES, KINDS
@@ -456,3 +456,36 @@ def test_decoder_layers_share_the_normed_output_of_the_encoder(parallel, recompu
     assert any((found.nodes.index(add), found.nodes.index(n)) in edges for n in gradient)
     assert any(target == at and "encoder_layer" in found.nodes[source].module for source, target in edges)
     assert any(source == at and "decoder_layer" in found.nodes[target].module for source, target in edges)
+
+
+@pytest.mark.parametrize(("pipeline", "tied"), [(1, False), (2, False), (2, True)])
+def test_multi_token_prediction_is_a_further_layer_and_head_beside_the_head(pipeline, tied):
+    """DeepSeek-V3, arXiv 2412.19437, section 2.2: a projection of 2 h to h, a layer, and embedding and head again."""
+    sizes = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 32000}
+    model = {**sizes, "tie_embeddings": tied, "bias": False, "position_embedding": "rope", "normalization": "rmsnorm"}
+    plain, predicting = (
+        build_graph(
+            TrainingJob.parse({**BASE, "model": {**model, "mtp_layers": n}, "parallel": {"pipeline": pipeline}})
+        )
+        for n in (0, 1)
+    )
+    layer, table, projection = 12 * 512**2 + 2 * 512, 32000 * 512, 2 * 512**2
+    more = [b.num_parameters - a.num_parameters for a, b in zip(plain.stages, predicting.stages, strict=True)]
+    again = table * (pipeline > 1 and not tied)
+    assert more == [0] * (pipeline - 1) + [layer + projection + again]
+    gemms = [
+        sum(n.flops * c for n, c in zip(found.nodes, found.repeats[-1], strict=True) if n.module == "head.lm_head")
+        for found in (plain, predicting)
+    ]
+    assert gemms[1] == pytest.approx(2 * gemms[0])
+    assert predicting.stages[-1].saved_activation_bytes > plain.stages[-1].saved_activation_bytes
+
+
+def test_multi_token_prediction_counts_in_the_models_flops():
+    one, two = (
+        model_flops_per_sequence(
+            ModelSpec.model_validate({"preset": "deepseek-v3", "overrides": {"mtp_layers": n}}), 4096
+        )
+        for n in (0, 1)
+    )
+    assert 1.01 < two / one < 1.06  # a layer of 61 and a head
