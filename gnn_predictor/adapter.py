@@ -1,17 +1,21 @@
-"""What a few measured runs of one cluster add to a trained predictor: a log offset and a log factor per kind of work.
+"""What a few measured runs of one cluster add to a trained predictor.
 
-An adapter scales node times (and host times) before stages and schedule are computed, so stages, breakdown and total
-stay consistent. It is a fact of one cluster: it holds on the GPUs and under the frameworks it was measured with, and
+A log offset, a log factor per kind of work, and what is left of each measured run's error, which jobs like it share. An
+adapter scales node times (and host times) before stages and schedule are computed, so stages, breakdown and total stay
+consistent. It is a fact of one cluster: it holds on the GPUs and under the frameworks it was measured with, and
 nowhere else. :mod:`gnn_predictor.calibration` fits it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
@@ -34,16 +38,64 @@ _PRIOR_RUNS = 4.0
 
 
 class Shrinkage(BaseModel):
-    """How strongly an adapter is drawn to zero: runs' worth of evidence for no offset, and for equal factors.
+    """How strongly an adapter is drawn to zero, in units of the variance of a run's own error.
 
-    In multiples of the squared log error of a run: ``sum(error^2) + offset * offset^2 + factors * sum(factor^2)`` is
-    least.
+    ``offset`` and ``factors`` are that variance over the one expected of the offset and of each factor; ``local`` is
+    the variance that like jobs share over that of a single run's own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    offset: Annotated[float, Field(gt=0)] = 0.3
-    factors: Annotated[float, Field(gt=0)] = 3.0
+    offset: Annotated[float, Field(gt=0)] = 1.0
+    factors: Annotated[float, Field(gt=0)] = 1.0
+    local: Annotated[float, Field(ge=0)] = 1.0
+
+
+class JobPoint(BaseModel):
+    """Where a job stands among others: what must be equal, what had better be, and logarithms of its sizes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    gpu: str
+    precision: str
+    architecture: str
+    sizes: tuple[float, ...]
+
+
+# How many doublings of a size are one unit of distance.
+_DOUBLINGS = {
+    "hidden": 1.5, "layers": 2.0, "seq_length": 2.0, "micro_batch": 2.0, "batch_per_gpu": 3.5, "gpus": 3.0,
+    "tensor": 2.0, "pipeline": 2.0,
+}  # fmt: skip
+_OTHER_NAME = 2.0  # squared distance of another precision or architecture
+
+
+def job_point(job: TrainingJob) -> JobPoint:
+    """The point of a resolved job."""
+    model, batch, plan, gpus = job.model, job.batch, job.parallel, job.cluster.num_gpus
+    sizes = (
+        model.hidden_size, model.num_layers, batch.seq_length, batch.micro_batch_size, batch.global_batch_size / gpus,
+        gpus, plan.tensor, plan.pipeline,
+    )  # fmt: skip
+    scaled = (math.log2(size) / unit for size, unit in zip(sizes, _DOUBLINGS.values(), strict=True))
+    return JobPoint(
+        gpu=job.cluster.gpu.name,
+        precision=job.precision.label,
+        architecture=job.model.architecture,
+        sizes=tuple(scaled),
+    )
+
+
+def likeness(some: Sequence[JobPoint], others: Sequence[JobPoint]) -> NDArray[np.float64]:
+    """How much of what is left of one job's error another shares: 1 for equal jobs, 0 on another GPU. [some, others]"""
+    shared = np.zeros((len(some), len(others)))
+    for row, one in enumerate(some):
+        for column, other in enumerate(others):
+            if one.gpu == other.gpu:
+                differing = (one.precision != other.precision) + (one.architecture != other.architecture)
+                squares = sum((a - b) ** 2 for a, b in zip(one.sizes, other.sizes, strict=True))
+                shared[row, column] = math.exp(-0.5 * (squares + _OTHER_NAME * differing))
+    return shared
 
 
 class Adapter(BaseModel):
@@ -59,6 +111,8 @@ class Adapter(BaseModel):
     mode: Mode
     log_offset: Annotated[float, Field(ge=-5, le=5)]
     log_factors: dict[str, Annotated[float, Field(ge=-5, le=5)]]
+    points: tuple[JobPoint, ...]
+    local: tuple[Annotated[float, Field(ge=-5, le=5)], ...]  # what each point adds to the log offset of jobs like it
     gpus: tuple[str, ...]
     frameworks: tuple[str, ...]
     domain: Domain
@@ -91,10 +145,11 @@ def effect_of(adapter: Adapter | None, job: TrainingJob) -> Effect:
         reason = f"software.framework: measured with {', '.join(adapter.frameworks)}, the job runs {framework}"
     if reason:
         return Effect(warnings=(f"not calibrated: {reason}",), provenance={"calibration": {**about, "applied": False}})
+    offset = adapter.log_offset + float((likeness([job_point(job)], adapter.points) @ adapter.local).item())
     unlike = outside(job, adapter.domain)
     width = width_factor(adapter.error_ratios)
     return Effect(
-        log_scales=tuple(adapter.log_offset + adapter.log_factors[group] for group in GROUPS),
+        log_scales=tuple(offset + adapter.log_factors[group] for group in GROUPS),
         width_factor=max(1.0, width) if unlike else width,
         warnings=tuple(f"outside the calibrating runs: {each}" for each in unlike),
         provenance={"calibration": {**about, "applied": True}},

@@ -48,7 +48,7 @@ from dataset_builder.tracing.floor import impossible, physical_floor
 from dataset_builder.tracing.graph import TrainingGraph
 from dataset_builder.tracing.layout import RankLayout, rank_layout
 from dataset_builder.tracing.trace import build_graph
-from gnn_predictor.adapter import GROUPS, Adapter
+from gnn_predictor.adapter import GROUPS, Adapter, job_point
 from gnn_predictor.baselines import REFERENCE_FILE, job_key
 from gnn_predictor.calibration import Fit, Floats, TimedRuns, fit, left_out_errors
 from gnn_predictor.checkpoint import (
@@ -118,13 +118,14 @@ def calibrate(measurements: Sequence[RunMeasurement], base: Checkpoint, source: 
         network,
         [featurize(run.job, run.graph, run.layout) for run in runs],
         [run.iter_time_s for run in runs],
+        [job_point(run.job) for run in runs],
         [job_key(run.job) for run in runs],
     )
     nothing = np.zeros(1 + len(GROUPS))
     before = timed.log_errors(nothing)
     fitted, left_out = fit(timed, base.config.shrinkage), left_out_errors(timed, base.config.shrinkage)
     if left_out is not None and np.abs(left_out).mean() > np.abs(before).mean():
-        fitted, left_out = Fit("none", nothing), before
+        fitted, left_out = Fit("none", nothing, (), np.zeros(0)), before
     uncalibrated = predict([run.job for run in runs], checkpoint=base, force=True)
     widths = [math.log(each.iteration_time_high_s / each.iteration_time_s) for each in uncalibrated]
     ratios = [] if left_out is None else (np.abs(left_out) / np.array(widths)).tolist()
@@ -134,13 +135,15 @@ def calibrate(measurements: Sequence[RunMeasurement], base: Checkpoint, source: 
         mode=fitted.mode,
         log_offset=float(fitted.theta[0]),
         log_factors=dict(zip(GROUPS, fitted.theta[1:].tolist(), strict=True)),
+        points=fitted.points,
+        local=tuple(fitted.local.tolist()),
         gpus=tuple(sorted({run.job.cluster.gpu.name for run in runs})),
         frameworks=tuple(sorted({run.job.software.framework for run in runs if run.job.software.framework})),
         domain=domain_of(run.job for run in runs),
         error_ratios=tuple(ratios),
     )
     measured: NDArray[np.float64] = np.array([run.iter_time_s for run in runs])
-    after = timed.log_errors(fitted.theta)
+    after = timed.errors_under(fitted)
     return Calibration(adapter, tuple(run.run_id for run in runs), measured, before, left_out, after)
 
 
@@ -262,7 +265,7 @@ def _what_was_fitted(result: Calibration) -> list[str]:
         lines.append("An offset only: factors for kinds of work predict left-out runs no better.")
     else:
         factors = {name: math.exp(value) for name, value in adapter.log_factors.items()}
-        lines.append("beside it: " + ", ".join(f"{name} x {factor:.3f}" for name, factor in factors.items()))
+        lines.append("times x " + ", ".join(f"{name} x {factor:.3f}" for name, factor in factors.items()))
     if result.left_out is None:
         lines.append("Runs of one job: nothing can be left out, so the error on other jobs is unknown.")
     return lines

@@ -1,11 +1,14 @@
 """Fits an adapter to a few measured runs of one cluster.
 
-With theta = (offset, a factor per group of work), all logarithms and all zero without evidence,
+With theta = (offset, a factor per group of work), all logarithms and all zero without evidence, and
+error = log measured - log predicted(theta) of the runs,
 
-    sum over runs (log predicted(theta) - log measured)^2 + offset_strength theta_0^2 + factor_strength sum theta_k^2
+    error' W error + offset_strength theta_0^2 + factor_strength sum theta_k^2,      W = (1 + local K)^-1
 
 is made least by Gauss-Newton steps; the gradient of log predicted is the share of every group in the critical path, by
-autograd through the schedule. How much is fitted (all factors, the offset only, nothing) is what predicts left-out runs
+autograd through the schedule. K is the likeness of the runs: errors of like jobs are alike, so what theta leaves of
+them (local W error) is passed on to jobs like them (Gaussian process regression with theta as its mean; Rasmussen and
+Williams 2006, section 2.7). How much is fitted (all factors, the offset only, nothing) is what predicts left-out runs
 best, so a calibration that does not help is not made.
 """
 
@@ -20,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gnn_predictor.adapter import GROUPS, Mode, Shrinkage, scaled_times
+from gnn_predictor.adapter import GROUPS, JobPoint, Mode, Shrinkage, likeness, scaled_times
 from gnn_predictor.batch import GraphBatch, collate
 from gnn_predictor.features import GraphArrays
 from gnn_predictor.network import Ensemble, NodeTimes, iteration_times, stage_table
@@ -43,16 +46,12 @@ _CLEARLY_BETTER, _NOTICEABLE = 0.97, 1e-3
 
 @dataclass(frozen=True)
 class Fit:
-    """An adapter's numbers: what was fitted, and theta [1 + group]."""
+    """An adapter's numbers: what was fitted, theta [1 + group], and what each point adds for jobs like it [point]."""
 
     mode: Mode
     theta: Floats
-
-    @property
-    def log_scales(self) -> Floats:
-        """Log factor of every group, the offset included. [group]"""
-        scales: Floats = self.theta[0] + self.theta[1:]
-        return scales
+    points: tuple[JobPoint, ...]
+    local: Floats
 
 
 @dataclass(frozen=True)
@@ -62,17 +61,23 @@ class TimedRuns:
     batch: GraphBatch
     times: NodeTimes
     log_measured: Floats  # [n]
+    points: tuple[JobPoint, ...]  # [n]
     jobs: NDArray[np.str_]  # [n] runs of one job are left out together
 
     @classmethod
     def of(
-        cls, network: Ensemble, graphs: Sequence[GraphArrays], measured_s: Sequence[float], jobs: Sequence[str]
+        cls,
+        network: Ensemble,
+        graphs: Sequence[GraphArrays],
+        measured_s: Sequence[float],
+        points: Sequence[JobPoint],
+        jobs: Sequence[str],
     ) -> TimedRuns:
         """Runs through the network once; everything else works on its node times."""
         batch = collate(graphs, network.config.devices)
         with torch.no_grad():
             times = network.node_times(batch)
-        return cls(batch, times, np.log(np.asarray(measured_s, dtype=float)), np.asarray(jobs))
+        return cls(batch, times, np.log(np.asarray(measured_s, dtype=float)), tuple(points), np.asarray(jobs))
 
     def __len__(self) -> int:
         return len(self.log_measured)
@@ -82,6 +87,11 @@ class TimedRuns:
         with torch.no_grad():
             predicted = self._log_seconds(torch.tensor(theta, dtype=torch.float32).expand(len(self), -1))
         errors: Floats = self.log_measured - predicted.double().numpy()
+        return errors
+
+    def errors_under(self, fitted: Fit) -> Floats:
+        """As :meth:`log_errors`, with what the fit's points pass on."""
+        errors: Floats = self.log_errors(fitted.theta) - likeness(self.points, fitted.points) @ fitted.local
         return errors
 
     def errors_and_gradient(self, theta: Floats) -> tuple[Floats, Floats]:
@@ -109,31 +119,34 @@ def left_out_errors(runs: TimedRuns, shrinkage: Shrinkage) -> Floats | None:
         return None
     errors = np.empty(len(runs))
     for fold in folds:
-        errors[fold] = runs.log_errors(_fit(runs, ~fold, shrinkage).theta)[fold]
+        errors[fold] = runs.errors_under(_fit(runs, ~fold, shrinkage))[fold]
     return errors
 
 
-def theta_of(runs: TimedRuns, rows: Mask, shrinkage: Shrinkage, mode: Mode) -> Floats:
-    """The minimum over these rows. [1 + group]"""
+def fit_mode(runs: TimedRuns, rows: Mask, shrinkage: Shrinkage, mode: Mode) -> Fit:
+    """The minimum over these rows with so much free."""
     theta = np.zeros(_NUM_PARAMETERS)
-    free = {"factors": slice(0, _NUM_PARAMETERS), "offset": slice(0, 1), "none": slice(0, 0)}[mode]
+    points = tuple(point for point, chosen in zip(runs.points, rows, strict=True) if chosen)
+    if mode == "none":
+        return Fit(mode, theta, points, np.zeros(len(points)))
+    weight = np.linalg.inv(np.eye(len(points)) + shrinkage.local * likeness(points, points))
+    free = slice(0, _NUM_PARAMETERS) if mode == "factors" else slice(0, 1)
     strength = np.array([shrinkage.offset] + [shrinkage.factors] * len(GROUPS))[free]
-    for _ in range(_MOST_STEPS if mode != "none" else 0):
+    for _ in range(_MOST_STEPS):
         error, gradient = runs.errors_and_gradient(theta)
         error, gradient = error[rows], gradient[rows][:, free]
-        curvature = gradient.T @ gradient + np.diag(strength)
-        step = np.linalg.solve(curvature, gradient.T @ error - strength * theta[free])
+        curvature = gradient.T @ weight @ gradient + np.diag(strength)
+        step = np.linalg.solve(curvature, gradient.T @ weight @ error - strength * theta[free])
         longest = float(np.abs(step).max())
         theta[free] += step * min(1.0, _LONGEST_STEP / max(longest, 1e-12))
         theta = theta.clip(-_MOST_LOG_FACTOR, _MOST_LOG_FACTOR)
         if longest < _SETTLED:
             break
-    return theta
+    return Fit(mode, theta, points, shrinkage.local * weight @ runs.log_errors(theta)[rows])
 
 
 def _fit(runs: TimedRuns, rows: Mask, shrinkage: Shrinkage) -> Fit:
-    mode = _best_mode(runs, rows, shrinkage)
-    return Fit(mode, theta_of(runs, rows, shrinkage, mode))
+    return fit_mode(runs, rows, shrinkage, _best_mode(runs, rows, shrinkage))
 
 
 def _best_mode(runs: TimedRuns, rows: Mask, shrinkage: Shrinkage) -> Mode:
@@ -145,7 +158,7 @@ def _best_mode(runs: TimedRuns, rows: Mask, shrinkage: Shrinkage) -> Mode:
     for mode in MODES:
         left_out = np.zeros(len(runs))
         for fold in folds:
-            left_out[fold] = runs.log_errors(theta_of(runs, rows & ~fold, shrinkage, mode))[fold]
+            left_out[fold] = runs.errors_under(fit_mode(runs, rows & ~fold, shrinkage, mode))[fold]
         error = float(np.abs(left_out[rows]).mean())
         if error < _CLEARLY_BETTER * least - _NOTICEABLE:
             best, least = mode, error

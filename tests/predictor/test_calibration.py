@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.layout import rank_layout
 from dataset_builder.tracing.trace import build_graph
-from gnn_predictor.adapter import GROUPS, Adapter, Shrinkage, width_factor
-from gnn_predictor.calibration import TimedRuns, fit, left_out_errors, theta_of
+from gnn_predictor.adapter import GROUPS, Adapter, Shrinkage, job_point, likeness, width_factor
+from gnn_predictor.calibration import TimedRuns, fit, fit_mode, left_out_errors
 from gnn_predictor.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from gnn_predictor.domain import domain_of
 from gnn_predictor.features import featurize
 from gnn_predictor.prediction import network_of, predict
 
 JobOf = Callable[..., TrainingJob]
-WEAK, USUAL = Shrinkage(offset=1e-6, factors=1e-6), Shrinkage()
+WEAK, USUAL = Shrinkage(offset=1e-6, factors=1e-6, local=0.0), Shrinkage()
 EVERY_ROW = np.ones(9, dtype=bool)
 
 
@@ -54,7 +54,8 @@ def runs(job_of: JobOf, base: Checkpoint) -> TimedRuns:
     """The nine jobs, measured as predicted."""
     jobs = _jobs(job_of)
     graphs = [featurize(job, build_graph(job), rank_layout(job)) for job in jobs]
-    timed = TimedRuns.of(network_of(base)[0], graphs, [1.0] * len(jobs), [str(index) for index in range(len(jobs))])
+    names = [str(index) for index in range(len(jobs))]
+    timed = TimedRuns.of(network_of(base)[0], graphs, [1.0] * len(jobs), [job_point(job) for job in jobs], names)
     return replace(timed, log_measured=-timed.log_errors(_theta()))
 
 
@@ -78,7 +79,7 @@ def test_a_synthetic_cluster_is_recovered(
     runs: TimedRuns, offset: float, gemm: float, host: float, tensor: float
 ) -> None:
     cluster = _measured(runs, _theta(offset, gemm=gemm, host=host, tensor_comm=tensor))
-    theta = theta_of(cluster, EVERY_ROW, WEAK, "factors")
+    theta = fit_mode(cluster, EVERY_ROW, WEAK, "factors").theta
     assert np.abs(cluster.log_errors(theta)).max() < 0.01
 
 
@@ -92,11 +93,33 @@ def test_left_out_jobs_of_a_slower_cluster_are_predicted_better(runs: TimedRuns)
 def test_stronger_shrinkage_moves_less(runs: TimedRuns) -> None:
     cluster = _measured(runs, _theta(0.3, gemm=0.3, host=0.5))
     size = [
-        float(np.linalg.norm(theta_of(cluster, EVERY_ROW, Shrinkage(offset=strength, factors=strength), "factors")))
+        float(np.linalg.norm(fit_mode(cluster, EVERY_ROW, shrinkage, "factors").theta))
         for strength in (1e-3, 0.1, 1.0, 10.0, 1e3)
+        if (shrinkage := Shrinkage(offset=strength, factors=strength))
     ]
     assert size == sorted(size, reverse=True)
     assert size[-1] < 0.01
+
+
+def test_a_run_informs_jobs_like_it_and_no_others(runs: TimedRuns) -> None:
+    odd = replace(runs, log_measured=runs.log_measured + 0.3 * (np.arange(len(runs)) == 1))
+    fitted = fit_mode(odd, EVERY_ROW, Shrinkage(offset=1e3, factors=1e3, local=9.0), "factors")
+    errors = odd.errors_under(fitted)
+    assert abs(errors[1]) < 0.1
+    assert np.abs(errors[[2, 3, 5, 6]]).max() < 0.1
+
+
+def test_likeness_is_one_for_equal_jobs_and_none_on_another_gpu(job_of: JobOf) -> None:
+    jobs = [
+        job_of(),
+        job_of(batch={"micro_batch_size": 4}),
+        job_of(batch={"micro_batch_size": 4}, precision="fp16_mixed"),
+        job_of(cluster={"gpu": "H100-SXM5-80GB"}),
+    ]
+    points = [job_point(job.resolved()) for job in jobs]
+    alike = likeness(points[:1], points)[0]
+    assert alike[0] == 1.0
+    assert 1.0 > alike[1] > alike[2] > alike[3] == 0.0
 
 
 def test_a_cluster_as_predicted_or_as_chance_has_it_is_left_alone(runs: TimedRuns) -> None:
@@ -130,7 +153,7 @@ def _adapted(base: Checkpoint, path: Path, job: TrainingJob, **changes: Any) -> 
     fields: dict[str, Any] = {
         "base": base.config.name, "num_runs": 3, "mode": "factors", "log_offset": 0.2,
         "log_factors": dict.fromkeys(GROUPS, 0.0) | {"gemm": 0.5}, "gpus": (job.cluster.gpu.name,), "frameworks": (),
-        "domain": domain_of([job.resolved()]), "error_ratios": (0.1, 0.1, 0.1),
+        "domain": domain_of([job.resolved()]), "points": (), "local": (), "error_ratios": (0.1, 0.1, 0.1),
     }  # fmt: skip
     config = base.config.model_copy(update={"name": "adapted", "adapter": Adapter(**(fields | changes))})
     return load_checkpoint(save_checkpoint(path, replace(base, config=config), ""))
