@@ -15,22 +15,26 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import safetensors
 import safetensors.torch
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gnn_predictor.adapter import Adapter, Shrinkage
+from gnn_predictor.distance import TrainingPoints
 from gnn_predictor.domain import Domain
 from gnn_predictor.features import FEATURE_HASH
+from gnn_predictor.interval import Interval
 from gnn_predictor.memory import MemoryFit
 
 FORMAT_VERSION = 1
 MODEL_FILE, CONFIG_FILE, METRICS_FILE, CARD_FILE = "model.safetensors", "config.json", "metrics.json", "README.md"
 BLIND_FILE = "baseline_b3.safetensors"  # baseline B3: a network of the same shape that never saw a format
+POINTS_FILE = "training_points.safetensors"  # where the training runs are, for the distance of a job to them
 _MOST_BYTES = {
+    POINTS_FILE: 64 * 2**20,
     MODEL_FILE: 256 * 2**20,
     BLIND_FILE: 256 * 2**20,
     CONFIG_FILE: 4 * 2**20,
@@ -47,20 +51,6 @@ class CheckpointError(ValueError):
 
 class _Value(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Interval(_Value):
-    """Split-conformal bounds of log(measured / predicted), in multiples of the spread the network expects of the job.
-
-    A share ``level`` of runs lies between ``-low`` and ``high`` spreads; outside the training domain the bounds are
-    ``out_of_domain_factor`` times as far away: errors on a precision or a source that was left out of training are
-    about three times those on unseen jobs of seen ones.
-    """
-
-    level: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    low: Annotated[float, Field(ge=0)] = 3.0
-    high: Annotated[float, Field(ge=0)] = 3.0
-    out_of_domain_factor: Annotated[float, Field(ge=1)] = 3.0
 
 
 class CheckpointConfig(_Value):
@@ -83,7 +73,7 @@ class CheckpointConfig(_Value):
 class Checkpoint:
     """A checkpoint in memory, equal only to itself.
 
-    ``tensors`` is the network's state dictionary, ``blind`` that of baseline B3.
+    ``tensors`` is the network's state dictionary, ``blind`` that of baseline B3; ``points`` are the training runs'.
     """
 
     config: CheckpointConfig
@@ -91,6 +81,7 @@ class Checkpoint:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     path: Path | None = None
     blind: Mapping[str, torch.Tensor] | None = None
+    points: TrainingPoints | None = None
 
 
 def released_checkpoint() -> Path:
@@ -109,7 +100,7 @@ def load_checkpoint(path: str | os.PathLike[str] | None = None) -> Checkpoint:
     if not directory.is_dir():
         what = "no such directory" if not directory.exists() else "not a directory"
         raise CheckpointError(f"checkpoint {directory}: {what}; expected one with {CONFIG_FILE} and {MODEL_FILE}")
-    stamps = tuple(_stamp(directory, name) for name in (CONFIG_FILE, MODEL_FILE, METRICS_FILE))
+    stamps = tuple(_stamp(directory, name) for name in (CONFIG_FILE, MODEL_FILE, METRICS_FILE, POINTS_FILE))
     return _load(directory.resolve(), stamps)
 
 
@@ -117,7 +108,8 @@ def load_checkpoint(path: str | os.PathLike[str] | None = None) -> Checkpoint:
 def _load(directory: Path, stamps: tuple[int | None, ...]) -> Checkpoint:
     del stamps  # part of the cache's key only: a checkpoint written anew is read anew
     config = _read_config(directory)
-    return Checkpoint(config, _read_tensors(directory), _read_metrics(directory), directory, _read_blind(directory))
+    tensors, metrics = _read_tensors(directory), _read_metrics(directory)
+    return Checkpoint(config, tensors, metrics, directory, _read_blind(directory), _read_points(directory))
 
 
 def save_checkpoint(path: str | os.PathLike[str], checkpoint: Checkpoint, card: str) -> Path:
@@ -134,7 +126,9 @@ def save_checkpoint(path: str | os.PathLike[str], checkpoint: Checkpoint, card: 
     try:
         new = scratch / "new"
         new.mkdir()
-        for file, tensors in ((MODEL_FILE, checkpoint.tensors), (BLIND_FILE, checkpoint.blind)):
+        points = checkpoint.points.tensors() if checkpoint.points else None
+        files = ((MODEL_FILE, checkpoint.tensors), (BLIND_FILE, checkpoint.blind), (POINTS_FILE, points))
+        for file, tensors in files:
             if tensors is not None:
                 plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
                 (new / file).write_bytes(safetensors.torch.save(plain))
@@ -229,6 +223,19 @@ def _read_config(directory: Path) -> CheckpointConfig:
 
 def _read_blind(directory: Path) -> dict[str, torch.Tensor] | None:
     return _read_tensors(directory, BLIND_FILE) if (directory / BLIND_FILE).exists() else None
+
+
+def _read_points(directory: Path) -> TrainingPoints | None:
+    """Where the training runs are; a checkpoint without them predicts with an interval that knows no distance."""
+    if not (directory / POINTS_FILE).exists():
+        return None
+    tensors = _read_tensors(directory, POINTS_FILE)
+    try:
+        return TrainingPoints.from_tensors(tensors)
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint {directory / POINTS_FILE}: {error} is missing or has another shape"
+        ) from None
 
 
 def _read_tensors(directory: Path, name: str = MODEL_FILE) -> dict[str, torch.Tensor]:

@@ -91,7 +91,7 @@ def run_loader(
 class RunExamples:
     """Measured runs: a table of labels and groups, and the graph of each row."""
 
-    table: pd.DataFrame  # run_id, source_id, gpu, precision, architecture, job_group, iter_time_s, peak_mem_gb
+    table: pd.DataFrame  # the columns of examples.run_table
     graphs: tuple[GraphArrays, ...]
 
     def __len__(self) -> int:

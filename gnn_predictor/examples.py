@@ -72,6 +72,7 @@ def run_table(measurements: Sequence[RunMeasurement]) -> pd.DataFrame:
     columns = ("run_id", "source_id", "gpu", "precision", "architecture", "job_group", "iter_time_s", "peak_mem_gb")
     table = pd.DataFrame({name: [getattr(run, name) for run in measurements] for name in columns})
     jobs = [run.job for run in measurements if run.job is not None]
+    table["precision_label"] = [job.precision.label for job in jobs]
     table["pair_group"] = [pair_group(job) for job in jobs]
     table[["layout_group", "layout"]] = [layout_group(job) for job in jobs]
     return table

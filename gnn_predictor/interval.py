@@ -5,6 +5,7 @@ Spread and half-width are of log(measured / predicted). :mod:`gnn_predictor.wide
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Annotated
 
@@ -52,7 +53,7 @@ def half_width_in_spreads(knots: Knots, distance: float) -> float:
         return width
     if distance >= last:
         return widest * distance / last if last > 0 else widest
-    for (left, below), (right, above) in zip(knots, knots[1:], strict=False):
+    for (left, below), (right, above) in itertools.pairwise(knots):
         if distance <= right:
             return below + (above - below) * (distance - left) / max(right - left, 1e-12)
     raise AssertionError("knots rise")

@@ -34,7 +34,7 @@ from dataset_builder.tracing.trace import GraphBuilder
 from gnn_predictor import __version__
 from gnn_predictor.adapter import effect_of, scaled_times
 from gnn_predictor.batch import collate, pipeline_shape
-from gnn_predictor.checkpoint import Checkpoint, CheckpointError, Interval, load_checkpoint
+from gnn_predictor.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from gnn_predictor.critical_path import Breakdown, JobTimes, StepDetail, breakdown
 from gnn_predictor.domain import outside
 from gnn_predictor.event_order import paired_passes, stages_of_rank
@@ -366,7 +366,8 @@ def _prediction(traced: _TracedJob, estimate: _Estimate, checkpoint: Checkpoint)
     outside_reasons = outside(traced.job, checkpoint.config.domain)
     calibration = effect_of(checkpoint.config.adapter, traced.job)
     spread = times.spread * calibration.width_factor
-    low, high = _bounds(iteration_s, spread, checkpoint.config.interval, not outside_reasons)
+    distance = _distance(traced, checkpoint)
+    low, high = checkpoint.config.interval.bounds(iteration_s, spread, not outside_reasons, distance)
     if not all(map(math.isfinite, (iteration_s, low, high))):
         where = f"checkpoint {checkpoint.path or checkpoint.config.name}"
         raise CheckpointError(f"{where}: its answer for {traced.job.name or 'this job'} is no finite time")
@@ -400,10 +401,11 @@ def _prediction(traced: _TracedJob, estimate: _Estimate, checkpoint: Checkpoint)
     )
 
 
-def _bounds(seconds: float, spread: float, interval: Interval, in_domain: bool) -> tuple[float, float]:
-    factor = spread * (1.0 if in_domain else interval.out_of_domain_factor)
-    # e^5 is a factor of 148: beyond it an interval says nothing, and must not overflow.
-    return seconds * math.exp(-min(interval.low * factor, 5.0)), seconds * math.exp(min(interval.high * factor, 5.0))
+def _distance(traced: _TracedJob, checkpoint: Checkpoint) -> float | None:
+    if checkpoint.points is None:
+        return None
+    names = checkpoint.config.domain.precisions
+    return float(checkpoint.points.distances([traced.arrays], [traced.job.precision.label], names)[0])
 
 
 def _stages(traced: _TracedJob, times: JobTimes, iteration_s: float) -> tuple[StagePrediction, ...]:

@@ -16,8 +16,8 @@ import pandas as pd
 
 from dataset_builder.corpus import splits
 from dataset_builder.corpus.splits import Split
+from gnn_predictor.adapter import Shrinkage
 from gnn_predictor.baselines import BASELINES, fitted_predictions
-from gnn_predictor.checkpoint import Interval
 from gnn_predictor.crossvalidation import (
     FitTask,
     Floats,
@@ -28,9 +28,14 @@ from gnn_predictor.crossvalidation import (
     split_tasks,
     trained,
 )
+from gnn_predictor.dataset import RunExamples
+from gnn_predictor.distance import TrainingPoints
 from gnn_predictor.examples import Examples
 from gnn_predictor.fitting import FitSettings
+from gnn_predictor.interval import Interval
 from gnn_predictor.metrics import BASELINE_PREFIX, evaluation_metrics, operator_figures
+from gnn_predictor.source_calibration import HeldOutSource, calibrated_figures
+from gnn_predictor.widening import coverage_figures, fit_widening, left_out_half_widths
 
 NAMES = ("P1", "P2", "P3", "P4", "P5")
 
@@ -70,19 +75,43 @@ class Protocol:
         return cls(name, tuple(each), shop, tasks, blind_shop, blind)
 
     def held_out(self) -> pd.DataFrame:
-        """Every test row with ``predicted_s``, ``spread``, ``split`` and, with B3, ``baseline_b3_s``."""
+        """Every test row with ``predicted_s``, ``log_error``, ``spread``, ``distance``, ``protocol`` and ``split``.
+
+        ``log_error`` is of measured over predicted, ``distance`` from the split's training rows; with B3 there is
+        ``baseline_b3_s`` too.
+        """
         return pd.concat([self._split(split) for split in self.splits]).reset_index(drop=True)
 
     def _split(self, split: Split) -> pd.DataFrame:
         rows = np.array(split.test, dtype=np.int64)
         test = self.shop.runs.select(rows)
         predicted = predict_graphs(trained(self.tasks[split.name], self.shop), test.graphs)
-        table = pd.concat([test.table, predicted], axis=1).assign(split=split.name)
+        table = pd.concat([test.table, predicted], axis=1).assign(protocol=self.name, split=split.name)
+        table["log_error"] = -log_errors(table["predicted_s"], table["iter_time_s"])
+        table["distance"] = self._distances(split, test)
         if self.blind_shop is not None:
             blind = trained(self.blind[split.name], self.blind_shop)
             seconds = predict_graphs(blind, self.blind_shop.runs.select(rows).graphs)["predicted_s"]
             table[f"{BASELINE_PREFIX}b3_s"] = seconds
         return table
+
+    def _distances(self, split: Split, test: RunExamples) -> Floats:
+        train = self.shop.runs.select(np.array(split.train, dtype=np.int64))
+        seen, unseen = train.table["precision_label"].tolist(), test.table["precision_label"].tolist()
+        names = sorted(set(seen))
+        return TrainingPoints.of(train.graphs, seen, names).distances(test.graphs, unseen, names)
+
+    def calibrated(self, examples: Examples, half_width: pd.Series[float]) -> tuple[dict[str, Any], Shrinkage]:
+        """What a few runs of every held-out source are worth, and the shrinkage that is best for all."""
+        sources, start = [], 0
+        for split in self.splits:
+            rows = np.array(split.test, dtype=np.int64)
+            jobs = tuple(job for row in rows if (job := examples.measurements[row].job) is not None)
+            own = np.array(half_width.tolist()[start : start + len(rows)])
+            network = trained(self.tasks[split.name], self.shop)
+            sources.append(HeldOutSource(split.name, network, self.shop.runs.select(rows), jobs, own))
+            start += len(rows)
+        return calibrated_figures(sources)
 
     def unseen_operators(self) -> dict[str, Any]:
         """Errors on the operators that a split did not see."""
@@ -96,21 +125,21 @@ class Protocol:
         return operator_figures(pd.concat(parts))
 
 
-def protocol_metrics(protocol: Protocol, held_out: pd.DataFrame, examples: Examples) -> dict[str, Any]:
-    """The figures of a protocol, the baselines' beside them, and the mean over splits' MAPE for P2 to P5."""
+def protocol_metrics(
+    protocol: Protocol, held_out: pd.DataFrame, examples: Examples, known: pd.DataFrame
+) -> dict[str, Any]:
+    """The figures of a protocol, the baselines' beside them, and the mean over splits' MAPE for P2 to P5.
+
+    ``known`` are the held-out rows of all protocols; no row's interval is calibrated on a run of its own split.
+    """
     table = held_out.rename(columns={"predicted_s": "predicted_iter_time_s"})
-    log_error = log_errors(table["predicted_iter_time_s"], table["iter_time_s"])
-    spread = table["spread"].to_numpy(float)
-    factor = np.empty(len(table))
-    for name in table["split"].unique():  # a split's interval is calibrated on the other splits
-        inside = (table["split"] == name).to_numpy()
-        others = ~inside if (~inside).any() else inside
-        factor[inside] = conformal_factor(log_error[others], spread[others], Interval().level)
-    table["predicted_low_s"] = table["predicted_iter_time_s"] * np.exp(-factor * spread)
-    table["predicted_high_s"] = table["predicted_iter_time_s"] * np.exp(factor * spread)
+    half_width = left_out_half_widths(known, protocol.name, Interval().level).set_axis(table.index)
+    table["predicted_low_s"] = table["predicted_iter_time_s"] * np.exp(-half_width)
+    table["predicted_high_s"] = table["predicted_iter_time_s"] * np.exp(half_width)
     table = table.assign(status="ok", in_domain=True, predicted_peak_mem_gb=np.nan)
     table = table.join(_baselines(protocol, table, examples))
     figures = evaluation_metrics(table)
+    figures["interval"] |= coverage_figures(table, half_width)
     predicted = {"network": "predicted_iter_time_s"} | {
         column.removeprefix(BASELINE_PREFIX).removesuffix("_s"): column
         for column in table.columns
@@ -140,11 +169,16 @@ def _baselines(protocol: Protocol, table: pd.DataFrame, examples: Examples) -> p
     return predicted.rename(columns=lambda name: f"{BASELINE_PREFIX}{name}_s")
 
 
-def interval_of(held_out: pd.DataFrame) -> Interval:
-    """The interval that covers 90% of unseen jobs, in units of the spread that the network expects."""
-    log_error = log_errors(held_out["predicted_s"], held_out["iter_time_s"])
-    factor = conformal_factor(log_error, held_out["spread"].to_numpy(float), Interval().level)
-    return Interval(low=factor, high=factor)
+def interval_of(known: pd.DataFrame, there: Interval) -> Interval:
+    """The interval that covers 90% of unseen jobs, in spreads: by distance from the held-out rows of all protocols.
+
+    ``low`` and ``high``, for want of a distance, from P1's. Without P1, whose jobs are the nearest, all stays as it is.
+    """
+    jobs = known[known["protocol"] == "P1"]
+    if jobs.empty:
+        return there
+    factor = conformal_factor(jobs["log_error"].to_numpy(float), jobs["spread"].to_numpy(float), there.level)
+    return there.model_copy(update={"low": factor, "high": factor, "by_distance": fit_widening(known, there.level)})
 
 
 def log_errors(predicted: pd.Series[float], measured: pd.Series[float]) -> Floats:

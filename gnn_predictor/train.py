@@ -30,7 +30,7 @@ if __name__ == "__main__" and answered_at_once(HELP, sys.argv[1:]):
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,25 +42,28 @@ from torch import Tensor
 
 from dataset_builder.corpus.build import open_corpus
 from dataset_builder.job.errors import JobError
+from gnn_predictor.adapter import Shrinkage
 from gnn_predictor.baselines import write_reference
 from gnn_predictor.card import model_card
 from gnn_predictor.checkpoint import (
     Checkpoint,
     CheckpointConfig,
     CheckpointError,
-    Interval,
     load_checkpoint,
     save_checkpoint,
 )
 from gnn_predictor.crossvalidation import FitTask, Workshop, fit_all, trained
+from gnn_predictor.distance import TrainingPoints
 from gnn_predictor.domain import domain_of
 from gnn_predictor.examples import Examples, load_examples
 from gnn_predictor.features import FEATURE_HASH
 from gnn_predictor.fitting import FitSettings
+from gnn_predictor.interval import Interval
 from gnn_predictor.memory_fit import learn_memory
 from gnn_predictor.network import Ensemble, NetworkConfig
 from gnn_predictor.protocols import NAMES, Protocol, interval_of, protocol_metrics, protocol_splits
 from gnn_predictor.tracking import Tracker
+from gnn_predictor.widening import joined, left_out_half_widths, read_held_out, write_held_out
 
 _HERE = Path(__file__).resolve().parent
 CONFIGURATION = str(_HERE / "conf" if (_HERE / "conf").is_dir() else _HERE.parent / "conf")
@@ -121,15 +124,23 @@ def run_training(settings: Settings) -> Path:
             histories |= fit_all([*blind, *final_blind], blind_shop)
         _log_histories(tracker, histories, settings.fit.epochs)
         held_out = {protocol.name: protocol.held_out() for protocol in protocols}
+        # Rows of networks that are about to be replaced say nothing of the new ones.
+        there = read_held_out(Path(settings.output)) if not final else read_held_out(None)
+        known = joined(there, list(held_out.values()))
         metrics: dict[str, Any] = {}
+        shrinkage = None
         for protocol in protocols:
-            metrics[protocol.name] = protocol_metrics(protocol, held_out[protocol.name], examples)
+            metrics[protocol.name] = protocol_metrics(protocol, held_out[protocol.name], examples, known)
+            if protocol.name == "P5":
+                half_width = left_out_half_widths(known, "P5", Interval().level)
+                metrics["P5"]["calibrated"], shrinkage = protocol.calibrated(examples, half_width)
             tracker.log_predictions(held_out[protocol.name], protocol.name)
             if protocol.name == "P1":
                 metrics["operators"] = protocol.unseen_operators()
         blind_weights = dict(trained(final_blind, blind_shop).state_dict()) if blind_shop and final_blind else None
         network = trained(final, shop) if final else None
-        path = _write(settings, config, examples, network, blind_weights, metrics, held_out)
+        weights = _Weights(network, blind_weights, shrinkage)
+        path = _write(settings, config, examples, weights, metrics, known)
         tracker.log_checkpoint(path, {"corpus": examples.corpus_hash})
     return path
 
@@ -154,17 +165,28 @@ def _log_histories(tracker: Tracker, histories: Mapping[str, list[dict[str, floa
         tracker.log(losses, step=epoch)
 
 
+@dataclass(frozen=True)
+class _Weights:
+    """What was fitted: the released networks and B3, if any are to be released, and how calibration shrinks."""
+
+    network: Ensemble | None
+    blind: Mapping[str, Tensor] | None
+    shrinkage: Shrinkage | None
+
+
 def _write(
     settings: Settings,
     config: NetworkConfig,
     examples: Examples,
-    network: Ensemble | None,
-    blind: Mapping[str, Tensor] | None,
+    weights: _Weights,
     metrics: Mapping[str, Any],
-    held_out: Mapping[str, pd.DataFrame],
+    known: pd.DataFrame,
 ) -> Path:
-    """A new checkpoint, or, without final networks, the one that is there with these figures added."""
-    if network is not None:
+    """A new checkpoint, or, without final networks, the one that is there with these figures added.
+
+    ``known`` are the held-out rows of all protocols that its interval is calibrated on; they travel with it.
+    """
+    if weights.network is not None:
         memory, memory_figures = learn_memory(examples.measurements)
         description = CheckpointConfig(
             feature_hash=FEATURE_HASH,
@@ -173,11 +195,11 @@ def _write(
             network=asdict(config),
             domain=domain_of(examples.jobs),
             training={"fit": asdict(settings.fit), "members": settings.members, "runs": len(examples.runs)},
-            interval=interval_of(held_out["P1"]) if "P1" in held_out else Interval(),
+            interval=interval_of(known, Interval()),
             memory=memory,
         )
         metrics = {**metrics, "memory": memory_figures}
-        checkpoint = Checkpoint(description, dict(network.state_dict()), metrics, blind=blind)
+        checkpoint = Checkpoint(description, dict(weights.network.state_dict()), metrics, blind=weights.blind)
     else:
         there = load_checkpoint(settings.output)
         network_there = NetworkConfig(**{**there.config.network, "devices": tuple(there.config.network["devices"])})
@@ -185,9 +207,18 @@ def _write(
             raise CheckpointError(
                 f"checkpoint {settings.output}: its network or corpus is not this configuration's; train it again first"
             )
-        checkpoint = replace(there, metrics={**there.metrics, **metrics})
+        interval = interval_of(known, there.config.interval)
+        description = there.config.model_copy(update={"interval": interval})
+        checkpoint = replace(there, config=description, metrics={**there.metrics, **metrics})
+    if weights.shrinkage is not None:
+        description = checkpoint.config.model_copy(update={"shrinkage": weights.shrinkage})
+        checkpoint = replace(checkpoint, config=description)
+    labels = examples.runs.table["precision_label"].tolist()
+    points = TrainingPoints.of(examples.runs.graphs, labels, checkpoint.config.domain.precisions)
+    checkpoint = replace(checkpoint, points=points)
     path = save_checkpoint(settings.output, checkpoint, model_card(checkpoint))
     write_reference(list(examples.reference), path)
+    write_held_out(known, path)
     return path
 
 

@@ -56,14 +56,15 @@ def _quantile(score: Floats, weight: Floats, level: float) -> float:
 
 
 def left_out_half_widths(rows: pd.DataFrame, protocol: str, level: float) -> pd.Series[float]:
-    """Half-widths (logarithm) of a protocol's rows, each from knots that saw none of its split's runs in any protocol."""
-    parts = []
+    """Half-widths (logarithm) of a protocol's rows; the knots of a split saw none of its runs in any protocol."""
+    parts: list[pd.Series[float]] = []
     for _, own in rows[rows["protocol"] == protocol].groupby("split"):
         others = rows[~rows["run_id"].isin(set(own["run_id"]))]
         knots = fit_widening(others if len(others) else own, level)
         factor = [half_width_in_spreads(knots, each) for each in own["distance"]]
         parts.append(own["spread"] * factor)
-    return pd.concat(parts)
+    half_widths: pd.Series[float] = pd.concat(parts).sort_index()
+    return half_widths
 
 
 def coverage_figures(rows: pd.DataFrame, half_width: pd.Series[float]) -> dict[str, Any]:
@@ -78,10 +79,10 @@ def coverage_figures(rows: pd.DataFrame, half_width: pd.Series[float]) -> dict[s
     }
 
 
-def read_held_out(checkpoint: Path) -> pd.DataFrame:
-    """The held-out rows that a checkpoint's interval was calibrated on; empty when it carries none."""
-    file = checkpoint / HELD_OUT_FILE
-    return pd.read_parquet(file) if file.exists() else pd.DataFrame(columns=list(COLUMNS))
+def read_held_out(checkpoint: Path | None) -> pd.DataFrame:
+    """The held-out rows that a checkpoint's interval was calibrated on; empty without one, or when it carries none."""
+    file = checkpoint / HELD_OUT_FILE if checkpoint else None
+    return pd.read_parquet(file) if file and file.exists() else pd.DataFrame(columns=list(COLUMNS))
 
 
 def write_held_out(rows: pd.DataFrame, checkpoint: Path) -> None:
