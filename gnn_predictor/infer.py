@@ -87,6 +87,7 @@ def _parser() -> CommandParser:
         "--compare", metavar="KEY.PATH=V1,V2", action="extend", nargs="+", default=[],
         help="predicts every combination of these values; speed-ups are over the first",
     )  # fmt: skip
+    parser.add_argument("--html", metavar="OUT.html", help="writes a report: one page that loads nothing")
     parser.add_argument("--trace", metavar="OUT.json", help="writes the step's timeline, for ui.perfetto.dev")
     parser.add_argument("--force", action="store_true", help="predict even a job that cannot run")
     parser.complete_settings(settings, choices)
@@ -107,8 +108,9 @@ def _answer_all(options: argparse.Namespace) -> int:
         texts = [_imported(options.files, settings, choices)]
     for number, text in enumerate(texts, start=1):
         is_one_of_many = len(options.jobs) > 1 or text.is_line
-        if options.trace:
-            _check_report("--trace", options.trace, is_one_of_many)
+        for option in ("html", "trace"):
+            if path := getattr(options, option):
+                _check_report(f"--{option}", path, is_one_of_many)
         try:
             with working(f"job {number}: {text.name}" if is_one_of_many else text.name):
                 answer = _compare(text, settings, choices, options) if choices else _predict(text, settings, options)
@@ -186,14 +188,16 @@ def _check_report(option: str, path: str, is_one_of_many: bool) -> None:
 
 def _write_reports(answer: Prediction | Comparison, options: argparse.Namespace) -> None:
     """The files asked for beside the answer; none when no variant of a comparison runs."""
-    if not options.trace or _has_nothing_that_runs(answer):
+    if not (options.trace or options.html) or _has_nothing_that_runs(answer):
         return
-    from gnn_predictor.report.files import write_trace
+    from gnn_predictor.report.files import write_page, write_trace
 
     try:
-        note = write_trace(Path(options.trace), answer, options.checkpoint)
+        note = write_trace(Path(options.trace), answer, options.checkpoint) if options.trace else ""
+        if options.html:
+            write_page(Path(options.html), answer, options.checkpoint)
     except OSError as error:
-        raise _BadUsage(f"--trace {options.trace}: {error.strerror}") from None
+        raise _BadUsage(f"{error.filename}: {error.strerror}") from None
     if note:
         _print_error(f"--trace {options.trace}: {note}")
 

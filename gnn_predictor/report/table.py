@@ -11,6 +11,7 @@ from rich.text import Text
 
 from dataset_builder.job.model import num_parameters
 from dataset_builder.job.precision import PrecisionPolicy
+from dataset_builder.job.schema import TrainingJob
 from gnn_predictor.prediction import MFU_CONVENTION, Prediction
 
 # Wide enough for the stage table when there is no terminal whose width could be asked for.
@@ -45,7 +46,8 @@ def seconds_text(seconds: float) -> str:
     """Three significant digits in the unit that suits them."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= scale:
-            return f"{_three_digits(seconds / scale)} {unit}"
+            value = seconds / scale
+            return f"{_three_digits(value) if value >= 100 else f'{value:#.3g}'} {unit}"
     return "0" if seconds <= 0 else f"{seconds * 1e9:.3g} ns"
 
 
@@ -61,7 +63,7 @@ def _three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _precision_text(policy: PrecisionPolicy) -> str:
+def precision_text(policy: PrecisionPolicy) -> str:
     """The preset and what of its GEMM formats the job changed: ``fp8_mixed with linear fp8_current``."""
     if policy.preset is None:
         return f"{policy.label} (compute {policy.compute}, linear {policy.linear})"
@@ -74,17 +76,24 @@ def _precision_text(policy: PrecisionPolicy) -> str:
     return f"{policy.preset} with {', '.join(words)}" if words else policy.preset
 
 
+def layout_text(prediction: Prediction) -> str:
+    """How the job is spread: ``TP4 PP8 DP2 CP1 EP1, interleaved of 128 microbatches, sharding zero1``."""
+    plan, count = prediction.job.parallel, prediction.num_microbatches
+    return (
+        f"TP{plan.tensor} PP{plan.pipeline} DP{prediction.data_parallel} CP{plan.context} EP{plan.expert}, "
+        f"{plan.schedule or '1f1b'} of {count:,} microbatch{'es' if count != 1 else ''}, "
+        f"sharding {plan.sharding or 'none'}"
+    )
+
+
+def lengths_text(job: TrainingJob) -> str:
+    """Tokens of one sequence: ``8,192``, or ``512 + 128`` of an encoder-decoder."""
+    target = f" + {job.batch.target_seq_length:,}" if job.model.architecture == "encoder_decoder" else ""
+    return f"{job.batch.seq_length:,}{target}"
+
+
 def _headline(prediction: Prediction) -> list[Text]:
     job, gpus = prediction.job, prediction.job.cluster.num_gpus
-    plan, batch = job.parallel, job.batch
-    microbatches = f"{prediction.num_microbatches:,} microbatch{'es' if prediction.num_microbatches != 1 else ''}"
-    lengths = f"{batch.seq_length:,}"
-    if job.model.architecture == "encoder_decoder":
-        lengths += f" + {batch.target_seq_length:,}"
-    layout = (
-        f"TP{plan.tensor} PP{plan.pipeline} DP{prediction.data_parallel} CP{plan.context} EP{plan.expert}, "
-        f"{plan.schedule or '1f1b'} of {microbatches}, sharding {plan.sharding or 'none'}"
-    )
     name = job.name or job.model.name or "job"
     lines = [
         Text(f"{name}: {seconds_text(prediction.iteration_time_s)} per iteration", "bold"),
@@ -94,12 +103,12 @@ def _headline(prediction: Prediction) -> list[Text]:
         ),
         Text(
             f"{quantity_text(num_parameters(job.model))} parameters, {gpus} x {job.cluster.gpu.name}, "
-            f"precision {_precision_text(job.precision)}"
+            f"precision {precision_text(job.precision)}"
         ),
-        Text(layout),
+        Text(layout_text(prediction)),
         Text(
-            f"{prediction.tokens_per_iteration:,} tokens per step ({batch.global_batch_size:,} sequences of "
-            f"{lengths}), {prediction.tokens_per_s:,.0f} tokens/s, "
+            f"{prediction.tokens_per_iteration:,} tokens per step ({job.batch.global_batch_size:,} sequences of "
+            f"{lengths_text(job)}), {prediction.tokens_per_s:,.0f} tokens/s, "
             f"{prediction.tokens_per_s / gpus:,.0f} per GPU"
         ),
         Text(
