@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).parents[1]
-_COSTLY = ("torch_geometric", "hydra", "omegaconf", "wandb", "sklearn", "pandas", "matplotlib")
+_COSTLY = ("torch_geometric", "hydra", "omegaconf", "wandb", "sklearn", "pandas", "jinja2")
 _LOADED = (
     "import json, sys, gnn_predictor.infer as infer\n"
     "code = infer.main(sys.argv[1:])\n"

@@ -62,23 +62,23 @@ def timeline_chart(step: Timeline) -> TimelineChart:
     is_dense = step.shape.num_ranks > _DENSE_STAGES
     row, bar = (11.0, 9.0) if is_dense else (34.0, 22.0)
     axis = _TimeAxis.of(step)
+    drawn = [each for each in step.slices if _is_drawn(each, is_dense)]
+    are_marked = len(drawn) <= _MOST_MARKS
     marks = []
-    for each in step.slices:
-        if _is_drawn(each, is_dense):
-            x, end = axis.percent(each.start_s), axis.percent(each.end_s)
-            is_numbered = not is_dense and each.kind in ("forward", "backward") and end - x >= _LABEL_WIDTH
-            marks.append(
-                Mark(
-                    kind=each.kind if each.is_exposed else "hidden",
-                    x=x,
-                    y=each.stage * row + (0 if each.is_exposed else bar + 2),
-                    width=end - x,
-                    height=bar if each.is_exposed else _HIDDEN_HEIGHT,
-                    title=_title(each),
-                    label=str(each.microbatch) if is_numbered else "",
-                )
+    for each in drawn:
+        x, end = axis.percent(each.start_s), axis.percent(each.end_s)
+        is_numbered = not is_dense and each.kind in ("forward", "backward") and end - x >= _LABEL_WIDTH
+        marks.append(
+            Mark(
+                kind=each.kind if each.is_exposed else "hidden",
+                x=x,
+                y=each.stage * row + (0 if each.is_exposed else bar + 2),
+                width=end - x,
+                height=bar if each.is_exposed else _HIDDEN_HEIGHT,
+                title=_title(each) if are_marked else "",
+                label=str(each.microbatch) if is_numbered else "",
             )
-    are_marked = len(marks) <= _MOST_MARKS
+        )
     return TimelineChart(
         marks=tuple(marks if are_marked else ()),
         paths=() if are_marked else _paths(marks),

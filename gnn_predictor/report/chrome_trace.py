@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from gnn_predictor.event_order import PipelineShape, stages_of_rank
 from gnn_predictor.prediction import Prediction
 from gnn_predictor.report.timeline import COMPUTE, Slice, Timeline
 
@@ -17,7 +18,7 @@ _NANOSECONDS = 3  # digits of a microsecond
 def chrome_trace(prediction: Prediction, step: Timeline) -> dict[str, Any]:
     """The value of the JSON file; ``otherData`` has the job and where the figures come from."""
     streams = {stage: _streams(step, stage) for stage in range(step.shape.num_ranks)}
-    events = [event for stage, names in streams.items() for event in _names(prediction, stage, names)]
+    events = [event for stage, names in streams.items() for event in _names(prediction, step.shape, stage, names)]
     events += [_event(each, streams[each.stage].index(each.stream)) for each in step.slices]
     return {
         "traceEvents": events,
@@ -40,9 +41,10 @@ def _streams(step: Timeline, stage: int) -> list[str]:
     return [COMPUTE, *sorted(names - {COMPUTE})]
 
 
-def _names(prediction: Prediction, stage: int, streams: list[str]) -> Iterator[dict[str, Any]]:
+def _names(prediction: Prediction, shape: PipelineShape, stage: int, streams: list[str]) -> Iterator[dict[str, Any]]:
     """Metadata events: what processes and threads are called, and their order."""
-    layers = layers_text(prediction.stages[stage].layers)
+    held = stages_of_rank(shape, stage)
+    layers = layers_text([layer for each in held for layer in prediction.stages[each].layers])
     alike = prediction.job.cluster.num_gpus // len(prediction.stages)
     labels = f"{prediction.job.cluster.gpu.name}, one of {alike} GPUs that do the same"
     for name, arguments in (

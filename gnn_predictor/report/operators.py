@@ -70,8 +70,8 @@ def longest_operators(detail: StepDetail, device: DeviceSpec, count: int) -> lis
 
 def _executed(detail: StepDetail, device: DeviceSpec) -> Iterator[Operator]:
     times, rooflines = detail.times, np.exp(detail.arrays.log_roofline_s.astype(np.float64))
-    columns = (detail.node_executions, times.exposed_s, times.seconds, rooflines)
-    for node, runs, exposed_s, seconds, roofline_s in zip(
+    columns = (*detail.node_executions, times.exposed_s, times.seconds, rooflines)
+    for node, runs, waits, exposed_s, seconds, roofline_s in zip(
         detail.graph.nodes, *(column.tolist() for column in columns), strict=True
     ):
         if runs:
@@ -86,7 +86,7 @@ def _executed(detail: StepDetail, device: DeviceSpec) -> Iterator[Operator]:
                 shape=node.shape,
                 bound="network" if is_message else kernel_bound(node, device),
                 executions=runs,
-                waited_s=runs * exposed_s,
+                waited_s=waits * exposed_s,
                 own_s=runs * seconds,
                 roofline_s=runs * roofline_s,
                 flops=runs * node.flops,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import jinja2
@@ -18,6 +19,7 @@ from dataset_builder.job.model import num_parameters
 from dataset_builder.tracing.graph import StageFacts
 from gnn_predictor.compare import Comparison, value_text
 from gnn_predictor.critical_path import StepDetail
+from gnn_predictor.event_order import stages_of_rank
 from gnn_predictor.prediction import Prediction, StagePrediction
 from gnn_predictor.report.charts import roofline_chart, timeline_chart
 from gnn_predictor.report.chrome_trace import layers_text
@@ -53,6 +55,7 @@ def html_page(prediction: Prediction, detail: StepDetail, comparison: Comparison
         answer=answer,
         figure=figures,
         prediction=prediction,
+        ranks_hold=len(stages_of_rank(step.shape, 0)),
         name=prediction.job.name or prediction.job.model.name or "job",
         about=_about(prediction),
         fullest=max(range(len(prediction.stages)), key=lambda stage: prediction.stages[stage].peak_memory_bytes),
@@ -60,7 +63,10 @@ def html_page(prediction: Prediction, detail: StepDetail, comparison: Comparison
         insight=_insight(prediction),
         step=step,
         timeline=timeline_chart(step),
-        stages=[_stage(prediction, *pair) for pair in zip(prediction.stages, detail.graph.stages, strict=True)],
+        stages=[
+            _stage(prediction, stage, facts, stages_of_rank(step.shape, stage.stage))
+            for stage, facts in zip(prediction.stages, detail.graph.stages, strict=True)
+        ],
         capacity=_capacity(prediction),
         kinds=_parts(figures, prediction, ("by_kind", "exposed_communication")),
         dtypes=_parts(figures, prediction, ("by_dtype", "exposed_communication_by_dtype")),
@@ -162,25 +168,29 @@ class StageRow:
     memory: tuple[Segment, ...]
 
 
-def _stage(prediction: Prediction, stage: StagePrediction, facts: StageFacts) -> StageRow:
-    count, whole = prediction.num_microbatches, prediction.iteration_time_s
-    seconds = {
-        "forward": count * stage.forward_s,
-        "recompute": count * stage.recompute_s,
-        "backward": count * stage.backward_s,
-        "communication": stage.communication_exposed_s,
-        "optimizer": stage.optimizer_s,
-        "overhead": stage.overhead_s,
-        "bubble": stage.bubble_s,
-    }
+def _stage(prediction: Prediction, stage: StagePrediction, facts: StageFacts, held: Sequence[int]) -> StageRow:
     ends = ["embedding"] * facts.has_embedding, ["head"] * facts.has_head
     scale = _memory_scale(prediction)
     return StageRow(
         name=str(stage.stage),
         layers=", ".join([*ends[0], layers_text(stage.layers), *ends[1]]),
-        times=_segments(seconds.items(), whole),
+        times=_segments(_rank_seconds(prediction, held).items(), prediction.iteration_time_s),
         memory=_segments(((part, getattr(stage.memory, part)) for part in _MEMORY_PARTS), scale),
     )
+
+
+def _rank_seconds(prediction: Prediction, held: Sequence[int]) -> dict[str, float]:
+    """How a rank spends the iteration. If it holds several stages, its microbatches are divided among them."""
+    stages, count = [prediction.stages[stage] for stage in held], prediction.num_microbatches
+    seconds = {
+        "forward": count * fmean(stage.forward_s for stage in stages),
+        "recompute": count * fmean(stage.recompute_s for stage in stages),
+        "backward": count * fmean(stage.backward_s for stage in stages),
+        "communication": fmean(stage.communication_exposed_s for stage in stages),
+        "optimizer": sum(stage.optimizer_s for stage in stages),
+        "overhead": stages[0].overhead_s,
+    }
+    return seconds | {"bubble": max(0.0, prediction.iteration_time_s - sum(seconds.values()))}
 
 
 def _segments(parts: Iterable[tuple[str, float]], whole: float) -> tuple[Segment, ...]:

@@ -137,13 +137,21 @@ def _drawn(shape: PipelineShape, times: JobTimes, hop_s: float) -> _Drawn:
     moved = tuple(
         dataclasses.replace(
             event,
-            microbatch=event.microbatch + (num_left_out if is_later else 0),
+            microbatch=_number(event, short, num_left_out, is_later),
             start_s=event.start_s + share * left_out_s,
             end_s=event.end_s + share * left_out_s,
         )
         for event, (share, is_later) in zip(events, behind, strict=True)
     )
     return _Drawn(moved, tuple(share * left_out_s for share, _ in behind), num_left_out, left_out_s)
+
+
+def _number(event: TimedEvent, drawn: PipelineShape, num_left_out: int, is_later: bool) -> int:
+    """The microbatch's number in the whole step; DualPipe numbers those of its second direction from the middle."""
+    if drawn.schedule != "dualpipe":
+        return event.microbatch + num_left_out * is_later
+    is_reverse = event.microbatch >= drawn.num_microbatches // 2
+    return event.microbatch + num_left_out // 2 * (is_later + is_reverse)
 
 
 def _share_before(event: TimedEvent, shape: PipelineShape, forward_share: float, middle_s: float) -> tuple[float, bool]:
