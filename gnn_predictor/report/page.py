@@ -76,7 +76,7 @@ def html_page(prediction: Prediction, detail: StepDetail, comparison: Comparison
         variants=_variants(figures, comparison),
         operators=operators,
         roofline=roofline_chart(operators, device),
-        cautions=[line for line in prediction.warnings if line not in prediction.job.assumed],
+        cautions=_cautions(prediction),
         job_text=yaml.safe_dump(answer["job"], sort_keys=False, allow_unicode=True),
     )
 
@@ -122,6 +122,12 @@ def _about(prediction: Prediction) -> list[str]:
         layout_text(prediction),
         f"{job.batch.global_batch_size:,} sequences of {lengths_text(job)} tokens per step",
     ]
+
+
+def _cautions(prediction: Prediction) -> list[str]:
+    """Warnings without what the page lists elsewhere: assumptions, and the arithmetic of every stage's memory."""
+    elsewhere = set(prediction.job.assumed)
+    return [line for line in prediction.warnings if line not in elsewhere and not line.startswith("memory: stage")]
 
 
 def _cost_per_billion(prediction: Prediction) -> str:

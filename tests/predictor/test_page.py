@@ -150,7 +150,7 @@ def test_every_figure_is_the_jsons(report: tuple[Path, dict[str, Any]], browser:
     rows = [each for each in answer.get("compare", {}).get("variants", []) if each["status"] != "ok"]
     text = file.read_text()
     assert text.count("Cannot run: ") == len(rows)
-    assert ("Does not fit in memory" in text) != answer["fits_memory"]
+    assert ("✗ Does not fit in memory" in text) == (answer["memory_verdict"] == "does not fit")
 
 
 def test_keyboard_and_screen_reader_find_their_way(report: tuple[Path, dict[str, Any]], browser: Browser) -> None:
