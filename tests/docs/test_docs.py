@@ -58,9 +58,10 @@ _RUN = [page for page, found in _BLOCKS.items() if any(not block.not_run for blo
 
 
 def _folder_of_a_reader(page: Path, folder: Path) -> None:
-    """What a page takes for granted: the checkout's examples, the job file that it shows, and measured runs."""
+    """What a page takes for granted: the checkout's examples, files of other tools, the job file it shows, and runs."""
     for name in ("conf", "examples"):
         (folder / name).symlink_to(_ROOT / name)
+    (folder / "configs").symlink_to(_ROOT / "tests" / "importers" / "files")
     shown = _JOB.search(page.read_text(encoding="utf-8"))
     job = shown[1] if shown else (_ROOT / "conf" / "job" / "gpt2-124m.yaml").read_text(encoding="utf-8")
     (folder / "job.yaml").write_text(job, encoding="utf-8")
