@@ -1,9 +1,9 @@
 """Model FLOPs of a training step: what the mathematics needs, whatever the precision, layout or recomputation.
 
 Forward plus backward (3 x forward; 2 x for frozen weights, which have no gradient), multiply and add counted as two.
-GEMMs of every layer, of the router and of the head are counted, ``top_k`` experts per token; the input embedding is a
-look-up and costs nothing. A query of a causal sequence of s sees s / 2 key positions on average, w - w^2 / 2s under a
-sliding window of w.
+GEMMs of every layer, of the router, of the head and of multi-token prediction are counted, ``top_k`` experts per
+token; the input embedding is a look-up and costs nothing. A query of a causal sequence of s sees s / 2 key positions on
+average, w - w^2 / 2s under a sliding window of w.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def model_flops_per_sequence(
         ]
     else:
         keys = _keys_by_layer(model, seq_length, whole_causal)
-        heads = (1 + model.mtp_layers) * _head_flops(model, seq_length)
-        parts = [_stack_flops(model, model.num_layers + model.mtp_layers, seq_length, keys), _Forward(heads)]
+        parts = [_stack_flops(model, model.num_layers, seq_length, keys), _Forward(_head_flops(model, seq_length))]
+        parts += [_mtp_flops(model, seq_length, keys)] * model.mtp_layers
     of_weights = _WITHOUT_WEIGHT_GRADIENT if model.lora else _FORWARD_AND_BACKWARD
     return sum(of_weights * part.weights + _FORWARD_AND_BACKWARD * (part.scores + part.adapters) for part in parts)
 
@@ -96,6 +96,15 @@ def _feed_forward_weights(model: ModelSpec, layers: int) -> int:
     mixture = model.hidden_size * moe.num_experts
     mixture += per_width * (moe.top_k * moe.expert_ffn_hidden_size + moe.shared_width)
     return dense * per_width * model.ffn_hidden_size + (layers - dense) * mixture
+
+
+def _mtp_flops(model: ModelSpec, tokens: int, keys_by_layer: list[float]) -> _Forward:
+    """One depth of multi-token prediction: its projection of 2h to h, a layer like the last, and the head again."""
+    last, hidden = model.num_layers - 1, model.hidden_size
+    weights = 2 * hidden * hidden + _attention_weights(model)
+    weights += _feed_forward_weights(model, model.num_layers) - _feed_forward_weights(model, last)
+    keys = keys_by_layer[last % len(keys_by_layer)]
+    return _Forward(2.0 * tokens * weights + _head_flops(model, tokens), 2.0 * tokens * keys * _width_per_key(model))
 
 
 def _cross_attention_flops(model: ModelSpec, source: int, target: int) -> _Forward:

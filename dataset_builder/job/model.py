@@ -67,6 +67,10 @@ class ModelSpec(Frozen):
     ``head``: a projection to the vocabulary (``lm``), the same behind a dense layer and a norm (``mlm``, BERT), or to
     ``num_labels`` per position (``classification``: fine-tuning). An ``mlm`` head that first gathers the masked
     positions, as NVIDIA's BERT does, computes ``masked_fraction`` of them (80 of 512, 20 of 128: 0.15625).
+
+    ``mtp_layers``: depths of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2) beside the head. Each
+    joins the stream with the next tokens' embeddings (two norms and a projection of 2h to h), runs one more layer like
+    the last, and the head again; the tables of embedding and head are shared.
     """
 
     name: str | None = None
@@ -99,8 +103,6 @@ class ModelSpec(Frozen):
     post_norm: bool = False
     parallel_block: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    # Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): further layers beside the head, each with
-    # its own pass of embedding and head. Sizes of models are without them.
     mtp_layers: CountOrZero = 0
     head: Literal["lm", "mlm", "classification"] = "lm"
     num_labels: Count = 2
@@ -260,7 +262,7 @@ def num_parameters(model: ModelSpec) -> int:
     """Every parameter of the model, as the reference implementations count them; tied embeddings count once.
 
     Adapters (``lora``) are :func:`adapter_parameters`, not counted here.
-    Learned positions need ``max_position_embeddings``. Multi-token-prediction modules are not part of the shape.
+    Learned positions need ``max_position_embeddings``. Modules of multi-token prediction share embedding and head.
     """
     return _count_parameters(model, model.moe.num_experts if model.moe else 0)
 
@@ -344,7 +346,19 @@ def _count_parameters(model: ModelSpec, experts: int) -> int:
         total += dense_layers * dense + (layers - dense_layers) * _mixture_parameters(model, model.moe, experts)
     else:
         total += layers * dense
+    total += model.mtp_layers * _mtp_parameters(model, experts)
     return total + _embedding_parameters(model, norm)
+
+
+def _mtp_parameters(model: ModelSpec, experts: int) -> int:
+    """One depth of multi-token prediction: its projection and three norms, and a layer like the last of the model."""
+    norm, hidden, moe = _norm_parameters(model), model.hidden_size, model.moe
+    norms = norm * ((1 if model.parallel_block else 2) + 2 * model.post_norm + 3)
+    if moe is None or model.num_layers - 1 in moe.dense_layers:
+        feed_forward = feed_forward_parameters(model, model.ffn_hidden_size)
+    else:
+        feed_forward = _mixture_parameters(model, moe, experts)
+    return 2 * hidden * hidden + model.bias * hidden + norms + attention_parameters(model) + feed_forward
 
 
 def _mixture_parameters(model: ModelSpec, moe: MoESpec, experts: int) -> int:

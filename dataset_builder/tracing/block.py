@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dataset_builder.tracing.collectives import define_operators
 from dataset_builder.tracing.linear import BlockContext
-from dataset_builder.tracing.model import Embedding, EncoderNorm, Head, Layer
+from dataset_builder.tracing.model import Embedding, EncoderNorm, Head, Layer, MtpInput
 from dataset_builder.tracing.precision import TORCH_DTYPE, cuda_autocast_on_cpu
 from dataset_builder.tracing.recorder import RawOp, Recorder, TensorRef, scope
 from dataset_builder.tracing.structure import BlockStructure
@@ -186,6 +186,9 @@ def _build(context: BlockContext) -> tuple[Recording, _Run]:
     elif structure.block == "encoder_norm":
         block = EncoderNorm(context)
         activations = arguments = (activation(local),)
+    elif structure.block == "mtp":
+        block = MtpInput(context)
+        activations = arguments = (activation(local), activation(local))
     elif structure.block == "head":
         block = Head(context)
         activations = (activation(local),)

@@ -32,6 +32,7 @@ class JobBlocks:
 
     embedding: BlockStructure
     encoder_norm: BlockStructure | None  # of an encoder that a decoder attends to
+    mtp: BlockStructure | None  # what joins the stream with the next tokens' embeddings
     head: BlockStructure
     optimizer: BlockStructure | None
     layers: dict[tuple[BlockStructure, bool], Counter[int]]  # (structure, is_decoder) -> stage -> count
@@ -43,7 +44,7 @@ def job_structures(job: TrainingJob) -> list[BlockStructure]:
     job = job.resolved()
     blocks = job_blocks(job, rank_layout(job))
     found = [blocks.embedding, blocks.head, *(structure for structure, _ in blocks.layers)]
-    found += [block for block in (blocks.encoder_norm, blocks.optimizer) if block]
+    found += [block for block in (blocks.encoder_norm, blocks.mtp, blocks.optimizer) if block]
     return list(dict.fromkeys([*found, *(as_gathered(structure, job) for structure in found)]))
 
 
@@ -88,6 +89,7 @@ def job_blocks(job: TrainingJob, layout: RankLayout) -> JobBlocks:
             if model.architecture == "encoder_decoder"
             else None
         ),
+        mtp=_mtp_structure(job, shared) if model.mtp_layers else None,
         head=_head_structure(job, shared),
         optimizer=_optimizer_structure(job, shared),
         layers=layers,
@@ -231,6 +233,12 @@ def _embedding_structure(job: TrainingJob, shared: BlockStructure) -> BlockStruc
         norm_bias=shared.norm_bias if shared.norm_after else True,
         normalization=shared.normalization if shared.norm_after else "layernorm",
     )
+
+
+def _mtp_structure(job: TrainingJob, shared: BlockStructure) -> BlockStructure:
+    linear = job.precision.linear
+    linears = (("mtp_projection", linear),) if linear != "same" else ()
+    return dataclasses.replace(shared, block="mtp", dropout=False, bias=job.model.bias, linears=linears)
 
 
 def _head_structure(job: TrainingJob, shared: BlockStructure) -> BlockStructure:

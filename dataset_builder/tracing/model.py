@@ -125,6 +125,26 @@ class EncoderNorm(nn.Module):
         return out
 
 
+class MtpInput(nn.Module):
+    """What a depth of multi-token prediction runs its layer on: the stream and the next tokens' embeddings, normed,
+    side by side, projected to one width (arXiv 2412.19437, equation 21). Every tensor rank projects the positions it
+    holds, with a whole weight.
+    """
+
+    def __init__(self, context: BlockContext) -> None:
+        super().__init__()
+        hidden = context.sizes["h"]
+        self.norms = nn.ModuleDict({name: Norm(context, name, hidden) for name in ("stream_norm", "embedding_norm")})
+        self.projection = Linear(context, "mtp_projection", (2 * hidden, hidden), "none", context.structure.bias)
+
+    def forward(self, stream: Tensor, embedded: Tensor) -> Tensor:
+        """Two of [length, batch, hidden] -> [length, batch, hidden]."""
+        with scope("mtp"):
+            normed = [self.norms["embedding_norm"](embedded), self.norms["stream_norm"](stream)]
+            out: Tensor = self.projection(torch.cat(normed, dim=-1))
+            return out
+
+
 class ParallelCrossEntropy(torch.autograd.Function):
     """Cross entropy over a vocabulary split across tensor ranks (Megatron-LM): maximum, target and sum reduced."""
 

@@ -53,6 +53,8 @@ def usual_jobs() -> Iterator[dict[str, Any]]:
                 yield _job(model, precision, {**layout, "recompute": recompute}, {"framework": framework})
     for model, layout, precision in product(_MIXTURES, _LAYOUTS, ("bf16_mixed", "fp8_mixed", "mxfp8")):
         yield _job(model, precision, {**layout, "expert": 4}, {"framework": "megatron-core"})
+    for layout, precision in product(_LAYOUTS, ("bf16_mixed", "fp8_mixed", "mxfp8")):
+        yield _job("deepseek-v3", precision, layout, {"framework": "megatron-core"}, {"mtp_layers": 1})
     for model, precision, framework in product(("gpt3-175b", "llama3-8b"), _USUAL_PRECISIONS, _FRAMEWORKS):
         yield _job(model, precision, {"context": 2, "tensor": 2}, {"framework": framework})
         # one microbatch a step: no gradients to add to

@@ -15,7 +15,7 @@ from dataset_builder.job.formats import BYTES_PER_ELEMENT, LinearFormat
 
 TRACER_VERSION = "4"
 
-Block = Literal["embedding", "layer", "encoder_norm", "head", "optimizer"]
+Block = Literal["embedding", "layer", "encoder_norm", "mtp", "head", "optimizer"]
 
 
 @dataclass(frozen=True, slots=True)

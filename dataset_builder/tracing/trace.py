@@ -89,7 +89,10 @@ class GraphBuilder:
 
     @functools.cached_property
     def _bound_blocks(self) -> tuple[BoundBlock, list[tuple[BoundBlock, Counter[int]]], BoundBlock]:
-        """The embedding, every kind of layer with its count on each stage, and the head."""
+        """The embedding, every kind of layer with its count on each stage, and the head.
+
+        Behind the layers stands what multi-token prediction has beside a layer, an embedding and a head of its own.
+        """
         groups: dict[str, int] = {axis: group.size for axis, group in self.layout.groups.items()}
         is_two_stacks = self.job.model.architecture == "encoder_decoder"
         final = self.job.model.encoder_layers == 0 or is_two_stacks
@@ -104,6 +107,9 @@ class GraphBuilder:
             norm = bind(template(self.blocks.encoder_norm), self.blocks.sizes[False], "encoder", groups)
             of_encoder = sum(not is_decoder for _, is_decoder in self.blocks.layers)
             layers.insert(of_encoder, (norm, Counter({self._stage_of_encoder_norm(): 1})))
+        if self.blocks.mtp is not None:
+            mtp = self._bound(self.blocks.mtp, self.blocks.sizes[final], "mtp", groups)
+            layers.append((mtp, Counter({self.layout.head_stage: self.job.model.mtp_layers})))
         return embedding, layers, head
 
     def _bound(
@@ -177,14 +183,13 @@ class GraphBuilder:
             saved = sum(t["saved"] * n for t, n in held)
             vocabulary = embedding.totals["vocabulary_parameters"] if stage == 0 else 0.0
             if stage == last:
-                dense += head.totals["dense_parameters"]
-                saved += (1 + model.mtp_layers) * head.totals["saved"]
+                depths = model.mtp_layers
+                dense += head.totals["dense_parameters"] * (1 + depths)
+                saved += head.totals["saved"] * (1 + depths) + embedding.totals["saved"] * depths
                 if last > 0 or not model.tie_embeddings:  # another stage keeps its own copy of the tied table
                     vocabulary += head.totals["vocabulary_parameters"]
-                if model.mtp_layers:
-                    dense += model.mtp_layers * 2 * model.hidden_size**2 / self.layout.tensor  # of hidden and embedded
-                    if last > 0 and not model.tie_embeddings:
-                        vocabulary += embedding.totals["vocabulary_parameters"]
+                if last > 0 and depths and not model.tie_embeddings:
+                    vocabulary += embedding.totals["vocabulary_parameters"]
             dense += self._parameters_outside_blocks(stage)
             trained = dense + expert + vocabulary
             if model.lora:  # adapters are in layers only
@@ -355,10 +360,10 @@ class GraphBuilder:
         return start, len(self.nodes) - 1
 
     def _tied_embedding(self, chain: list[tuple[BoundBlock, int]], stages: int) -> None:
-        """The first and the last stage add up the gradients of the table they share."""
+        """The first and the last stage add up the gradients of a table that both hold: tied, or to predict on."""
         model = self.job.model
-        last = self.layout.head_stage
-        if last == 0 or not model.tie_embeddings or model.head == "classification" or model.lora:
+        last, is_shared = self.layout.head_stage, model.tie_embeddings or model.mtp_layers > 0
+        if last == 0 or not is_shared or model.head == "classification" or model.lora:
             return
         embedding, head = chain[0], chain[-1]
         elements = embedding[0].totals["vocabulary_parameters"]

@@ -72,6 +72,7 @@ READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
         "model.mla.kv_lora_rank": 512, "model.mla.qk_nope_head_dim": 128, "model.mla.qk_rope_head_dim": 64,
         "model.mla.v_head_dim": 128, "model.moe.num_experts": 32, "model.moe.top_k": 4,
         "model.moe.expert_ffn_hidden_size": 1024, "model.moe.shared_expert_ffn_hidden_size": 2048,
+        "model.mtp_layers": 1,
         "model.moe.dense_layers": (0,), "model.vocab_size": 51712,  # 50257 to a multiple of 3232 x 2
         "parallel.tensor": 2, "parallel.pipeline": 2, "parallel.expert": 4, "parallel.expert_tensor": 1,
         "parallel.virtual_pipeline": 4, "parallel.sequence_parallel": True, "parallel.sharding": "zero1",

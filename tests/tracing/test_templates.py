@@ -30,6 +30,9 @@ JOBS = {
     "mixtral, experts over ranks": ("mixtral-8x7b", "bf16_mixed", {"tensor": 2, "expert": 4, "expert_tensor": 2,
                                     "sequence_parallel": True}, {"framework": "megatron-core"}),
     "deepseek-v3": ("deepseek-v3", "mxfp8", {"expert": 8}, {"framework": "megatron-core"}),
+    "llama-3 8B, multi-token prediction": (
+        {"preset": "llama3-8b", "overrides": {"mtp_layers": 1}}, "fp8_mixed",
+        {"tensor": 2, "sequence_parallel": True}, {"framework": "megatron-core"}),
     "t5": ("t5-large", "fp16_mixed", {"tensor": 2}, {}),
     "bert": ("bert-large", "tf32", {}, {"attention": "unfused"}),
     "bert, masked positions": (
@@ -67,6 +70,8 @@ def test_a_bound_template_equals_a_direct_trace(name):
     pairs = [(blocks.embedding, True), (blocks.head, job.model.architecture != "encoder"), *blocks.layers]
     if blocks.encoder_norm is not None:
         pairs.append((blocks.encoder_norm, False))
+    if blocks.mtp is not None:
+        pairs.append((blocks.mtp, True))
     for structure, is_decoder in pairs:
         sizes = blocks.sizes[is_decoder]
         bound = bind(from_json(json.loads(json.dumps(trace_structure(structure)))), sizes, "x", GROUPS)

@@ -66,6 +66,8 @@ def sizes_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     try:
         sizes = {key: value for key, value in family(config).items() if value is not None}
+        if depths := int(config.get("num_nextn_predict_layers") or 0):
+            sizes["mtp_layers"] = depths
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ValueError(f"config: a size of this {model_type or 'unknown'} model is no number ({error})") from None
     if "text_config" in outer:

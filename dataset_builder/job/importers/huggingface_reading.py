@@ -36,6 +36,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "bias": ("mlp_bias", "bias", "no_bias"),
     "qkv_bias": ("attention_bias",),
     "window": ("sliding_window",),
+    "mtp_layers": ("num_nextn_predict_layers",),
     "attention": ("sliding_window", "layer_types"),
     "full_attention_every": ("layer_types", "sliding_window_pattern"),
     "dropout": ("hidden_dropout_prob", "dropout_rate"),
@@ -63,7 +64,7 @@ _IRRELEVANT = (
     "sliding_window*", "vision_config*", "audio_config*", "*image*", "*video*", "*vision*", "mlp_only_layers",
     "sequence_parallel_enabled", "selective_checkpoint_enabled", "name_or_path", "torch_dtype", "max_length",
     "block_configs*", "embd_layer_norm*", "attn_config*", "new_decoder_architecture", "alibi", "bias", "prefix",
-    "max_sequence_length", "hidden_activation", "relative_attention_*", "feed_forward_proj", "num_nextn_predict_layers",
+    "max_sequence_length", "hidden_activation", "relative_attention_*", "feed_forward_proj",
     "max_position_embeddings", "tie_word_embeddings", "tokenizer_class", "chunk_size_feed_forward", "pad_*",
     "attention_type", "attn_implementation",
 )  # fmt: skip
@@ -83,8 +84,6 @@ def read(file: ConfigFile) -> Reading:
     while isinstance(config.get("text_config"), Mapping):
         prefix, config = f"{prefix}text_config.", config["text_config"]
     read_sizes(draft, file.values, prefix)
-    if config.get("num_nextn_predict_layers"):
-        draft.warn(f"num_nextn_predict_layers {config['num_nextn_predict_layers']}: multi-token prediction is left out")
     draft.understood(*_IRRELEVANT)
     if prefix:
         draft.understood(*(f"{prefix}{pattern}" for pattern in _IRRELEVANT), "*_config.*")

@@ -37,10 +37,7 @@ def read_model(draft: Draft, complete: bool) -> None:
     _read_window(draft)
     if has_model:
         _read_vocabulary(draft, complete)
-    if mtp := draft.count("mtp_num_layers"):
-        draft.warn(
-            f"{draft.key_of('mtp_num_layers')} {mtp}: multi-token prediction is not modelled; the time is without"
-        )
+    draft.take("model.mtp_layers", "mtp_num_layers")
 
 
 def _read_shape(draft: Draft, complete: bool) -> None:
