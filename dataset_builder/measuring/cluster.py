@@ -1,6 +1,6 @@
 """The specification of the cluster at hand as a job's ``cluster``: peaks and bandwidths as they were measured.
 
-For devices that the catalogue does not know. Peaks are the best products of a few sizes, all ranks at work at once;
+For devices that the catalogue does not know. Peaks are the fastest products of a few sizes, all ranks at work at once;
 memory bandwidth is that of a copy, the link's that of an all-reduce by the ring formula, its latency a tiny one's.
 """
 
@@ -35,13 +35,13 @@ def measured_cluster(world: World, sample_budget_s: float) -> dict[str, object]:
         for m, n, k in sizes:
             case = product(machine.device, fmt, m, n, k)
             world.wait()
-            seconds = world.slowest([watch.measure(case.make, case.moved_bytes).median_s])[0]
+            seconds = world.slowest([watch.measure(case.make, case.moved_bytes).least_s])[0]
             peaks[fmt] = max(peaks.get(fmt, 0.0), case.flops / seconds)
         world.say(f"cluster: {fmt} {peaks[fmt] / 1e12:.4g} TFLOP/s")
     if "fp8_e4m3" in peaks:
         peaks["fp8_e5m2"] = peaks["fp8_e4m3"]
     world.wait()
-    copied = world.slowest([watch.measure(_copy(machine.device), _COPIED_BYTES).median_s])[0]
+    copied = world.slowest([watch.measure(_copy(machine.device), _COPIED_BYTES).least_s])[0]
     cluster: dict[str, object] = {
         "gpu": specification(machine, peaks, _COPIED_BYTES / copied),
         "num_nodes": world.size // world.ranks_per_node,
@@ -63,7 +63,7 @@ def _copy(device: torch.device) -> Callable[[], Work]:
 
 def _link(world: World, sample_budget_s: float) -> dict[str, object]:
     share = 2 * (world.size - 1) / world.size
-    large = message_times(Message("all_reduce", "fp32", _MESSAGE_BYTES // 4), world, sample_budget_s).median_s
+    large = message_times(Message("all_reduce", "fp32", _MESSAGE_BYTES // 4), world, sample_budget_s).least_s
     tiny = message_times(Message("all_reduce", "fp32", _TINY_BYTES // 4), world, sample_budget_s).median_s
     return {
         "name": "nccl" if world.machine.is_gpu else "gloo",

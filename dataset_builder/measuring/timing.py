@@ -23,9 +23,10 @@ _WARM_UPS = 3
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one execution: the median of ``count`` samples, and their interquartile range over the median."""
+    """Seconds of one execution: median and least of ``count`` samples; ``spread``: interquartile range over median."""
 
     median_s: float
+    least_s: float
     spread: float
     count: int
     how: str
@@ -34,7 +35,7 @@ class Timing:
 def summary(samples_s: Sequence[float], how: str) -> Timing:
     """Median and relative interquartile range of at least three samples."""
     low, middle, high = statistics.quantiles(samples_s, n=4)
-    return Timing(middle, (high - low) / middle, len(samples_s), how)
+    return Timing(middle, min(samples_s), (high - low) / middle, len(samples_s), how)
 
 
 @dataclass(frozen=True)

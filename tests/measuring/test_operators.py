@@ -16,7 +16,7 @@ from dataset_builder.measuring.timing import Stopwatch, Timing, summary
 from dataset_builder.measuring.world import World
 from dataset_builder.tracing.graph import KINDS, OpNode
 
-_TIMING = Timing(1.0, 0.01, 9, "host clock, includes launch")
+_TIMING = Timing(1.0, 0.9, 0.01, 9, "host clock, includes launch")
 _LIMITS = OpSettings(1.0, 0.0, 0.1, "H100-SXM5-80GB", "nvlink4")
 
 
@@ -68,4 +68,4 @@ def test_operands_are_cold_when_the_cache_is_larger_than_they_are() -> None:
 
 def test_spread_is_relative_and_of_the_middle_half() -> None:
     assert summary([1.0, 1.0, 1.0, 1.0, 9.0], "").spread <= 4.0
-    assert summary([2.0] * 9, "") == Timing(2.0, 0.0, 9, "")
+    assert summary([2.0] * 9, "") == Timing(2.0, 2.0, 0.0, 9, "")

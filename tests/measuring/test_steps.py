@@ -62,5 +62,5 @@ def test_a_job_of_other_ranks_is_refused(measured: Path, write_job: Callable[...
     ],
 )
 def test_rows_are_vouched_for_or_not_written(spread: float, loss: float, throttled: str, word: str) -> None:
-    reason = refusal(Timing(1.0, spread, 9, ""), [7.0, loss], throttled, most_spread=0.1)
+    reason = refusal(Timing(1.0, 0.9, spread, 9, ""), [7.0, loss], throttled, most_spread=0.1)
     assert (word in reason) if word else not reason
