@@ -16,7 +16,6 @@ import os
 import statistics
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,8 @@ _LLAMA = {"activation": "swiglu", "normalization": "rmsnorm", "position_embeddin
 _GPT = {"activation": "gelu", "normalization": "layernorm", "position_embedding": "learned", "bias": True}
 # name: (family, layers, hidden, feed-forward, heads, vocabulary, sequence, micro batch, global batch)
 _JOBS: dict[str, tuple[Any, ...]] = {
-    "calibrate-small": (_LLAMA, 2, 256, 704, 4, 4096, 128, 4, 8),
-    "calibrate-large": (_LLAMA, 2, 512, 1408, 8, 4096, 256, 2, 8),
+    "small": (_LLAMA, 2, 256, 704, 4, 4096, 128, 4, 8),
+    "large": (_LLAMA, 2, 512, 1408, 8, 4096, 256, 2, 8),
     "deeper": (_LLAMA, 6, 256, 704, 4, 4096, 128, 4, 8),
     "between": (_LLAMA, 3, 384, 1024, 6, 8192, 256, 2, 4),
     "longer": (_LLAMA, 2, 384, 1024, 6, 2048, 512, 1, 4),
@@ -35,7 +34,7 @@ _JOBS: dict[str, tuple[Any, ...]] = {
     "accumulated": (_LLAMA, 2, 448, 1216, 7, 4096, 128, 2, 16),
 }
 _PRECISIONS = ("fp32", "bf16_mixed", "bf16")
-_CALIBRATED = {*product(("calibrate-small", "calibrate-large"), ("fp32", "bf16_mixed"))}
+_CALIBRATED = {("small", "fp32"), ("large", "bf16_mixed"), ("deeper", "bf16_mixed"), ("between", "fp32")}
 
 
 def _write_jobs(folder: Path) -> list[Path]:

@@ -104,6 +104,7 @@ def _measure(options: argparse.Namespace) -> None:
     from dataset_builder.measuring import cluster as clusters
     from dataset_builder.measuring import collectives, op_rows, operators, steps, table
     from dataset_builder.measuring.machine import cell
+    from dataset_builder.measuring.plan import quick_plans
     from dataset_builder.measuring.world import join, leave
 
     world = join()
@@ -133,8 +134,10 @@ def _measure(options: argparse.Namespace) -> None:
         if "collectives" in parts:
             every = collectives.messages(machine.formats, _ELEMENTS, world.size)
             op_rows.measure_collectives(every, world, opened(places.ops, table.OP_COLUMNS), limits)
-        if "steps" in parts and options.jobs:
-            groups = plans_of(options, cluster)
+        groups = plans_of(options, cluster) if "steps" in parts else []
+        if options.quick and not options.jobs and machine.is_gpu:
+            groups = [quick_plans(gpu, machine.formats)]
+        if groups:
             runs = opened(places.runs, table.RUN_COLUMNS)
             settings = steps.StepSettings(options.rounds, budget["steps"] / len(groups), options.most_spread)
             for group in groups:

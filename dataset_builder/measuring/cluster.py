@@ -21,7 +21,7 @@ from dataset_builder.measuring.world import World
 
 _PRODUCT_SIZES = ((512, 1024, 1024), (1024, 2048, 2048), (4096, 8192, 8192))
 _SMALL_SIZES = 2  # of them, on a CPU
-_COPIED_BYTES = 256 * 2**20
+_COPIED_BYTES = {"cuda": 256 * 2**20, "cpu": 8 * 2**20}  # activations of CPU jobs stay in the shared cache
 _MESSAGE_BYTES, _TINY_BYTES = 16 * 2**20, 1024
 
 
@@ -41,9 +41,10 @@ def measured_cluster(world: World, sample_budget_s: float) -> dict[str, object]:
     if "fp8_e4m3" in peaks:
         peaks["fp8_e5m2"] = peaks["fp8_e4m3"]
     world.wait()
-    copied = world.slowest([watch.measure(_copy(machine.device), _COPIED_BYTES).least_s])[0]
+    copied_bytes = _COPIED_BYTES[machine.device.type]
+    copied = world.slowest([watch.measure(_copy(machine.device, copied_bytes), copied_bytes).least_s])[0]
     cluster: dict[str, object] = {
-        "gpu": specification(machine, peaks, _COPIED_BYTES / copied),
+        "gpu": specification(machine, peaks, copied_bytes / copied),
         "num_nodes": world.size // world.ranks_per_node,
         "gpus_per_node": world.ranks_per_node,
     }
@@ -52,9 +53,9 @@ def measured_cluster(world: World, sample_budget_s: float) -> dict[str, object]:
     return cluster
 
 
-def _copy(device: torch.device) -> Callable[[], Work]:
+def _copy(device: torch.device, moved_bytes: int) -> Callable[[], Work]:
     def make() -> Work:
-        source = torch.ones(_COPIED_BYTES // 8, device=device)
+        source = torch.ones(moved_bytes // 8, device=device)
         target = torch.empty_like(source)
         return lambda: target.copy_(source)
 

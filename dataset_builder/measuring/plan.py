@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,12 @@ class StepPlan:
         return self.tensor * self.data * self.pipeline
 
     @property
+    def device_formats(self) -> tuple[str, ...]:
+        """Formats that the device has to multiply in."""
+        is_quantised = any(structure.linears for stage in self.stages for structure, _ in stage)
+        return (self.compute, "fp8_e4m3") if is_quantised else (self.compute,)
+
+    @property
     def sequences(self) -> int:
         """Sequences of one optimizer step."""
         return self.sizes["b"] * self.num_microbatches * self.data
@@ -80,6 +87,14 @@ def read_plans(path: Path) -> list[StepPlan]:
         if isinstance(error, JobError):
             raise
         raise JobError([f"no plan ({error}); `benchmark plan JOB.yaml` writes one"], str(path)) from None
+
+
+def quick_plans(gpu: str, formats: tuple[str, ...]) -> list[StepPlan]:
+    """The plans of a quick check on one GPU, which ``gpu`` names, in those precisions that it has hardware for."""
+    plans = read_plans(Path(str(resources.files("dataset_builder.measuring").joinpath("quick_plans.json"))))
+    return [
+        dataclasses.replace(plan, row=plan.row | {"gpu": gpu}) for plan in plans if {*plan.device_formats} <= {*formats}
+    ]
 
 
 def _plan(values: dict[str, Any]) -> StepPlan:

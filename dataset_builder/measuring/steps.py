@@ -6,6 +6,7 @@ is written only when it can be vouched for: the loss is finite, the steps do not
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import json
@@ -46,24 +47,27 @@ def measure_steps(plans: Sequence[StepPlan], world: World, table: MeasurementTab
     if not missing:
         world.say(f"{plans[0].name}: already measured")
         return 0
-    kernels = RealKernels(world.machine.device, {})
-    try:
-        trainers = []
-        for plan in missing:
-            trainer = Trainer(plan, world)
-            kernels.groups = trainer.groups
-            trainers.append(trainer)
-        samples = _rounds(trainers, world, kernels, limits)
-    finally:
-        kernels.close()
-    written = 0
-    for plan, own in zip(missing, samples, strict=True):
-        written += _write(plan, own, world, table, limits)
-    del trainers
+    samples: list[_Measured] = []
+    with contextlib.suppress(*([torch.OutOfMemoryError] if world.size == 1 else [])):  # other ranks would not know
+        samples = _side_by_side(missing, world, limits)
     gc.collect()
     if world.machine.is_gpu:
         torch.cuda.empty_cache()
-    return written
+    if samples:
+        return sum(_write(plan, own, world, table, limits) for plan, own in zip(missing, samples, strict=True))
+    if len(missing) > 1:
+        world.say(f"{missing[0].name}: the precisions do not fit in memory together and are measured one by one")
+        return sum(measure_steps([plan], world, table, limits) for plan in missing)
+    world.say(f"{missing[0].name} {missing[0].row['precision']}: left out, it does not fit in memory")
+    return 0
+
+
+def _side_by_side(plans: Sequence[StepPlan], world: World, limits: StepSettings) -> list[_Measured]:
+    kernels = RealKernels(world.machine.device, {})
+    try:
+        return _rounds([Trainer(plan, world) for plan in plans], world, kernels, limits)
+    finally:
+        kernels.close()
 
 
 def _is_known(plan: StepPlan, world: World, table: MeasurementTable | None) -> bool:
@@ -84,6 +88,7 @@ class _Measured:
     steps: list[StepSample]
     stage_s: list[list[float]]  # of each rank: median forward, backward, optimizer seconds
     peak_bytes: float
+    in_turn: int  # plans that were measured in turn, this one included
 
 
 def _rounds(trainers: Sequence[Trainer], world: World, kernels: RealKernels, limits: StepSettings) -> list[_Measured]:
@@ -106,10 +111,10 @@ def _rounds(trainers: Sequence[Trainer], world: World, kernels: RealKernels, lim
     for _ in range(rounds):
         for number, trainer in enumerate(trainers):
             samples[number].append(run(trainer))
-    return [_collected(own, peak, world) for own, peak in zip(samples, peaks, strict=True)]
+    return [_collected(own, peak, len(trainers), world) for own, peak in zip(samples, peaks, strict=True)]
 
 
-def _collected(samples: list[StepSample], peak_bytes: float, world: World) -> _Measured:
+def _collected(samples: list[StepSample], peak_bytes: float, in_turn: int, world: World) -> _Measured:
     slowest = world.slowest([sample.step_s for sample in samples])
     losses = world.slowest([sample.loss if math.isfinite(sample.loss) else math.inf for sample in samples])
     phases = [statistics.median(getattr(s, key) for s in samples) for key in ("forward_s", "backward_s", "optimizer_s")]
@@ -118,7 +123,7 @@ def _collected(samples: list[StepSample], peak_bytes: float, world: World) -> _M
         StepSample(step_s, sample.forward_s, sample.backward_s, sample.optimizer_s, loss)
         for step_s, sample, loss in zip(slowest, samples, losses, strict=True)
     ]
-    return _Measured(steps, [list(rank) for rank in zip(*each, strict=True)], world.slowest([peak_bytes])[0])
+    return _Measured(steps, [list(rank) for rank in zip(*each, strict=True)], world.slowest([peak_bytes])[0], in_turn)
 
 
 def refusal(timing: Timing, losses: Sequence[float], throttled: str, most_spread: float) -> str:
@@ -166,7 +171,7 @@ def _row(plan: StepPlan, measured: _Measured, world: World, timing: Timing, fact
         "samples_per_s": plan.sequences / timing.median_s,
         "peak_mem_gb": measured.peak_bytes / 1e9 if measured.peak_bytes else None,
         "measured_field": "iter_time_s",
-        "derivation": f"{timing.how}; plans interleaved",
+        "derivation": f"{timing.how}; {measured.in_turn} precisions in turn",
         "notes": "; ".join(notes),
         "label_info": "; ".join(label_info),
     }

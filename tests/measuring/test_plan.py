@@ -13,7 +13,7 @@ from dataset_builder.corpus.measurements import build_job
 from dataset_builder.job.errors import CannotRunError, JobError
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.measuring.job_plan import job_plan, plan_of_file
-from dataset_builder.measuring.plan import read_plans, write_plans
+from dataset_builder.measuring.plan import quick_plans, read_plans, write_plans
 from dataset_builder.measuring.program import Stage
 from dataset_builder.tracing.trace import build_graph
 from tests.measuring.conftest import JOB, run_benchmark
@@ -93,3 +93,12 @@ def test_a_bare_machine_measures_plans_and_says_what_a_job_needs(
     refused = run_benchmark(1, [str(job), *options], bare)
     assert refused.returncode == 2
     assert "--plan" in refused.stderr
+
+
+def test_the_quick_check_is_that_of_its_job_file() -> None:
+    job = Path(__file__).parents[2] / "conf" / "job" / "benchmark-quick.yaml"
+    precisions = ("fp32", "tf32", "fp16_mixed", "bf16_mixed", "bf16", "fp8_tensorwise")
+    formats = ("fp32", "tf32", "fp16", "bf16", "fp8_e4m3")
+    plans = quick_plans("H100-SXM5-80GB", formats)
+    assert plans == [plan_of_file(job, {"precision": name}) for name in precisions]
+    assert [plan.row["precision"] for plan in quick_plans("V100", ("fp32", "fp16"))] == ["fp32", "fp16_mixed"]
