@@ -253,3 +253,32 @@ def test_variants_of_other_tools_files_stand_side_by_side() -> None:
     full, half = json.loads(done.stdout)["variants"]
     assert full["iteration_time_s"] > half["iteration_time_s"]
     assert sum(full["parts"]["communication"].values()) > sum(half["parts"]["communication"].values())
+
+
+def test_what_an_undecided_branch_sets_is_asked_for(tmp_path: Path) -> None:
+    """A script of positional arguments: nobody knows whether it trains in bf16, so fp32 is not taken for granted."""
+    path = write(tmp_path / "run.sh", '''#!/bin/bash
+        SIZE=$1; PRECISION=$2
+        if [ -z ${CHUNKS} ]; then more=""; else more="--num-layers-per-virtual-pipeline-stage ${CHUNKS}"; fi
+        if [ $SIZE = 7B ]; then layers=28; tie="--untie-embeddings-and-output-weights"; fi
+        case $PRECISION in
+            bf16) options="--bf16" ;;
+            fp8) options="--bf16 --fp8-format hybrid" ;;
+        esac
+        command="torchrun --nproc_per_node 8 --nnodes 1 pretrain_gpt.py --num-layers ${layers} --hidden-size 512 \\
+            --num-attention-heads 8 --vocab-size 1000 --micro-batch-size 1 --global-batch-size 8 --seq-length 64"
+        eval $command $options $tie $more
+    ''')  # fmt: skip
+    files = ImportedFiles.read([str(path)])
+    with pytest.raises(JobError) as caught:
+        files.merged({"cluster.gpu": "H100"})
+    asked = [reason.split(":")[0] for reason in caught.value.reasons]
+    assert asked == ["model.num_layers", "model.tie_embeddings", "precision.preset"]
+    assert "cannot tell what ${2} is" in " ".join(files.warnings)
+    given = {
+        "cluster.gpu": "H100",
+        "model.num_layers": "28",
+        "model.tie_embeddings": "false",
+        "precision": "bf16_mixed",
+    }
+    assert files.merged(given).job.parallel.virtual_pipeline == 1

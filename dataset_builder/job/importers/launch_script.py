@@ -19,6 +19,7 @@ _LAUNCHER = {
     "N": "cluster.num_nodes",
     "n": "cluster.num_gpus", "np": "cluster.num_gpus", "gpus_per_node": "cluster.gpus_per_node",
 }  # fmt: skip
+_MAX_NOTES = 6
 _MARK = re.compile(r"--(num[-_]layers|hidden[-_]size|tensor[-_]model[-_]parallel[-_]size|micro[-_]batch[-_]size)\b")
 
 
@@ -36,9 +37,15 @@ def read(file: ConfigFile) -> Reading:
         return draft.reading()
     launcher, program, arguments = _training_command(script)
     flags, spelling = _flags(arguments)
+    for written in script.left_out:  # what a branch that cannot be decided sets is as open as a variable
+        name = written.lstrip("-").replace("-", "_")
+        if name not in flags:
+            flags[name], spelling[name] = "${a branch that cannot be decided}", written
     draft = Draft(ConfigFile(file.path, flags, script=file.script, spelling=spelling), _FORMAT)
-    for note in script.notes:
+    for note in script.notes[:_MAX_NOTES]:
         draft.warn(note)
+    if len(script.notes) > _MAX_NOTES:
+        draft.warn(f"{len(script.notes) - _MAX_NOTES} more conditions could not be decided")
     _read_program(draft, program)
     megatron.read_arguments(draft, complete=True)
     draft.framework("megatron-lm")
@@ -79,6 +86,8 @@ def _flags(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
             name = written.lstrip("-").replace("-", "_")
             spelling[name] = written
             flags[name] = value if equals else True
+        elif name and flags[name] is not True and re.fullmatch(r"\$\{\w+\}", word):
+            continue  # options of a variable that nothing sets
         elif name and word not in ("2>&1", ">", "|"):
             flags[name] = word if flags[name] is True else f"{flags[name]} {word}"
     return flags, spelling

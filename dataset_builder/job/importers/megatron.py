@@ -28,6 +28,7 @@ _IGNORED = (
     "no_load*", "no_save*", "initial_loss_scale", "loss_scale*", "min_loss_scale", "hysteresis", "use_checkpoint*",
     "no_initialization", "use_cpu_initialization", "global_rank", "straggler*", "inference_*", "result_rejected*",
     "accumulate_allreduce*", "nccl_*", "kv_channels", "gradient_accumulation_fusion", "no_gradient_accum*", "te_rng*",
+    "no_position_embedding", "extra_vocab_size", "max_padding_length", "patch_tokenizer_type", "train_mode", "dataset",
     "max_tokens_to_oom", "use_persistent_*", "skip_train", "mmap_*", "bias_*_fusion", "no_bias_*", "no_masked_*",
     "masked_softmax*", "no_persist*", "persist_layer_norm", "distribute_saved*", "tee", "log_dir", "redirects",
 )  # fmt: skip

@@ -174,6 +174,8 @@ class Draft:
 
     def default(self, path: str, value: Any, why: str = "") -> None:
         """What the framework does as the file says nothing."""
+        if path in self._questions:
+            return  # the file speaks of it, so that nobody knows that the default holds
         origin = f"default of {self.format}{f': {why}' if why else ''}"
         self._settings.setdefault(path, Setting(value, origin, Rank.DEFAULT))
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from dataset_builder.job.importers.shell_words import Word, tokens
 
 _MAX_CHARACTERS = 4 * 2**20  # of all expansions together
+_MAX_DEPTH = 64
 _MAX_WORDS = 20_000
 _ASSIGNMENT = re.compile(r"^([A-Za-z_][A-Za-z0-9_]*)(\+?)=", re.DOTALL)
 _KEYWORDS = {
@@ -45,6 +46,7 @@ class Script:
     commands: tuple[tuple[str, ...], ...]
     variables: dict[str, list[str]]
     notes: tuple[str, ...]
+    left_out: frozenset[str]  # flags that stand in branches nobody can decide
 
 
 def read_script(text: str) -> Script:
@@ -59,20 +61,34 @@ def read_script(text: str) -> Script:
         else:
             words.append(token)
     interpreter.command(words, "\n")
-    return Script(tuple(interpreter.commands), interpreter.variables, tuple(dict.fromkeys(interpreter.notes)))
+    return Script(
+        tuple(interpreter.commands),
+        interpreter.variables,
+        tuple(dict.fromkeys(interpreter.notes)),
+        frozenset(interpreter.left_out),
+    )
+
+
+@dataclass
+class _Branch:
+    """An open if or case: whether its current branch is taken, whether one was, and whether that is sure."""
+
+    is_taken: bool = False
+    is_done: bool = False
+    is_unsure: bool = False
+    word: str | None = None  # what a case compares
 
 
 class _Interpreter:
-    """Follows commands; ``active`` says for each open if and case whether its branch is taken."""
+    """Follows commands through the open ifs and cases."""
 
     def __init__(self) -> None:
         self.variables: dict[str, list[str]] = {}
         self.commands: list[tuple[str, ...]] = []
         self.notes: list[str] = []
-        self._active: list[bool] = []
-        self._done: list[bool] = []  # whether a branch was taken already
+        self.left_out: set[str] = set()
+        self._branches: list[_Branch] = []
         self._doubts: list[str] = []  # conditions that could not be decided, told when they leave something out
-        self._case: list[str | None] = []  # the word of a case, None for an if
         self._condition: list[tuple[list[Word], str]] = []
         self._expects_pattern = False
         self._patterns: list[str] = []
@@ -94,7 +110,7 @@ class _Interpreter:
                 self.variables[name] = [match[1]]
 
     def _is_on(self) -> bool:
-        return all(self._active)
+        return all(branch.is_taken for branch in self._branches)
 
     def command(self, words: list[Word], ending: str) -> None:
         """One command and the operator behind it."""
@@ -103,8 +119,9 @@ class _Interpreter:
             return
         if ending == ";;":
             self._run(words)
-            self._expects_pattern = bool(self._case)
-            self._active[-1:] = [False] if self._active else []
+            self._expects_pattern = bool(self._branches)
+            if self._branches:
+                self._branches[-1].is_taken = False
             return
         if self._condition or (words and words[0].raw in ("if", "elif")):
             self._read_condition(words, ending)
@@ -126,18 +143,16 @@ class _Interpreter:
         first = clauses[0][0][1:] if clauses else []
         tests = [(first, clauses[0][1])] + clauses[1:] if clauses else []
         if keyword == "if":
-            self._active.append(True)
-            self._done.append(False)
-            self._case.append(None)
-        if not self._active:
+            self._open(_Branch())
+        if not self._branches:
             return
-        self._active[-1] = True
-        outer = all(self._active[:-1])
-        holds = outer and not self._done[-1] and self._holds(tests)
-        self._active[-1] = holds
-        self._done[-1] = self._done[-1] or holds
+        branch = self._branches[-1]
+        branch.is_taken = False
+        outer = all(each.is_taken for each in self._branches[:-1])
+        branch.is_taken = outer and not branch.is_done and self._holds(tests, branch)
+        branch.is_done = branch.is_done or branch.is_taken
 
-    def _holds(self, tests: list[tuple[list[Word], str]]) -> bool:
+    def _holds(self, tests: list[tuple[list[Word], str]], branch: _Branch) -> bool:
         result, joined = None, "&&"
         for words, ending in tests:
             if not words:
@@ -146,6 +161,7 @@ class _Interpreter:
             if value is None:
                 shown = " ".join(word.raw for word in words)[:80]
                 self._doubts.append(f"cannot tell whether {shown} holds; taken as false")
+                branch.is_unsure = True
             held = bool(value)
             result = held if result is None else (result and held if joined == "&&" else result or held)
             joined = ending if ending in ("&&", "||") else "&&"
@@ -171,18 +187,22 @@ class _Interpreter:
             self._close()
             return
         self._patterns += [" ".join(self._expand(word)) for word in words]
-        if ending == ")" and self._patterns:
-            word = self._case[-1] or ""
-            matches = any(_matches(word, pattern) for pattern in self._patterns)
-            taken = matches and not self._done[-1] and all(self._active[:-1])
-            self._active[-1] = taken
-            self._done[-1] = self._done[-1] or taken
+        if ending == ")" and self._patterns and self._branches:
+            branch = self._branches[-1]
+            matches = any(_matches(branch.word or "", pattern) for pattern in self._patterns)
+            outer = all(each.is_taken for each in self._branches[:-1])
+            branch.is_taken = matches and not branch.is_done and outer
+            branch.is_done = branch.is_done or branch.is_taken
             self._patterns, self._expects_pattern = [], False
 
+    def _open(self, branch: _Branch) -> None:
+        if len(self._branches) >= _MAX_DEPTH:
+            raise ValueError(f"nested more than {_MAX_DEPTH} deep; expected a launch script")
+        self._branches.append(branch)
+
     def _close(self) -> None:
-        for stack in (self._active, self._done, self._case):
-            if stack:
-                stack.pop()
+        if self._branches:
+            self._branches.pop()
 
     def _run(self, words: list[Word]) -> None:
         while words and words[0].raw in _KEYWORDS and words[0].array is None:
@@ -191,15 +211,16 @@ class _Interpreter:
             return
         head = words[0].raw
         if head == "else":
-            if self._active:
-                self._active[-1] = not self._done[-1]
+            if self._branches:
+                self._branches[-1].is_taken = not self._branches[-1].is_done
             self._run(words[1:])
         elif head == "fi" or head == "esac":
             self._close()
         elif head == "case" and len(words) > 1:
-            self._case.append(" ".join(self._expand(words[1])))
-            self._active.append(False)
-            self._done.append(False)
+            word = " ".join(self._expand(words[1]))
+            self._open(_Branch(is_unsure="$" in word, word=word))
+            if "$" in word:
+                self._doubts.append(f"cannot tell what {word[:80]} is; no case of it is taken")
             self._expects_pattern = True
             if len(words) > 3:
                 self._patterns = [word.raw for word in words[3:]]
@@ -207,7 +228,18 @@ class _Interpreter:
             self.variables[words[1].raw] = self._expand(words[3])[:1]
         elif self._is_on():
             self._execute(words)
-        elif any(_ASSIGNMENT.match(word.raw) or word.raw.startswith("--") for word in words):
+        elif any(branch.is_unsure and not branch.is_taken for branch in self._branches):
+            self._leave_out(words)
+
+    def _leave_out(self, words: list[Word]) -> None:
+        """Flags of a branch that may or may not be taken are open; the doubt is told once it matters."""
+        texts = [word.raw for word in words] + [item.raw for word in words for item in word.array or ()]
+        for word in words:
+            match = _ASSIGNMENT.match(word.raw)
+            if match and any("--" in text for text in (word.raw, *(item.raw for item in word.array or ()))):
+                self.variables.setdefault(match[1], [])  # options, which are open one by one
+        self.left_out |= {flag for text in texts for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", text)}
+        if any(_ASSIGNMENT.match(word.raw) for word in words) or self.left_out:
             self.notes += self._doubts
             self._doubts = []
 
@@ -303,6 +335,9 @@ def _matches(word: str, pattern: str) -> bool:
 
 
 def _compare(words: list[str]) -> bool | None:
+    # A variable that nothing in the script sets is empty in a fresh shell; an argument of the script is anybody's.
+    if len(words) == 2 and words[0] in ("-z", "-n") and re.fullmatch(r"\$\{[A-Za-z_]\w*\}", words[1]):
+        return words[0] == "-z"
     if any("$" in word or "`" in word for word in words):
         return None
     if len(words) == 2 and words[0] in ("-z", "-n"):

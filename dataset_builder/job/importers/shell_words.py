@@ -27,11 +27,13 @@ class Word:
 
 def tokens(text: str) -> Iterator[Word | str]:
     """Words and operators; comments, line continuations and here-documents are gone."""
-    text = _without_here_documents(text.replace("\r\n", "\n").replace("\\\n", " "))
+    text = _without_here_documents(text.replace("\r\n", "\n"))
     position, end = 0, len(text)
     while position < end:
         if text[position] in " \t":
             position += 1
+        elif text.startswith("\\\n", position):  # a line goes on; a comment that ends so does not
+            position += 2
         elif text[position] == "#":
             position = _line_end(text, position)
         elif found := next((mark for mark in _OPERATORS if text.startswith(mark, position)), None):
@@ -78,6 +80,8 @@ def _word(text: str, position: int) -> tuple[Word, int]:
             inner, position = _quoted(text, position + 1)
             word.parts.append((inner, True, False))
         elif character == "\\":
+            if text[position + 1 : position + 2] == "\n":
+                break
             word.parts.append((text[position + 1 : position + 2], True, True))
             position += 2
         elif character in "$`":
@@ -95,7 +99,7 @@ def _word(text: str, position: int) -> tuple[Word, int]:
 def _array(text: str, position: int) -> tuple[list[Word], int]:
     items: list[Word] = []
     while position < len(text) and text[position] != ")":
-        if text[position] in " \t\n;&|":
+        if text[position] in " \t\n;&|" or text.startswith("\\\n", position):
             position += 1
         elif text[position] == "#":
             position = _line_end(text, position)
@@ -110,7 +114,9 @@ def _array(text: str, position: int) -> tuple[list[Word], int]:
 def _quoted(text: str, position: int) -> tuple[str, int]:
     pieces: list[str] = []
     while position < len(text) and text[position] != '"':
-        if text[position] == "\\" and position + 1 < len(text) and text[position + 1] in '"\\$`':
+        if text.startswith("\\\n", position):
+            position += 2
+        elif text[position] == "\\" and position + 1 < len(text) and text[position + 1] in '"\\$`':
             pieces.append(text[position : position + 2] if text[position + 1] == "$" else text[position + 1])
             position += 2
         elif text[position] in "$`":

@@ -27,6 +27,12 @@ if [[ "$DTYPE" == "fp8" ]]; then
 elif [ $DTYPE = fp16 ]; then
     PRECISION=(--fp16)
 fi
+STEPS=(
+    #  --train-iters 100 \
+    --train-iters 500 \
+    #--save $OUT \
+    --eval-iters 10
+)
 case $TP in
   1|4) EXTRA="--context-parallel-size 2" ;;
   *)   EXTRA="--sequence-parallel --tp-comm-overlap" ;;
@@ -37,4 +43,4 @@ $LAUNCH pretrain_gpt.py "${MODEL_ARGS[@]}" ${PRECISION[@]} $EXTRA \
     --micro-batch-size 1 --global-batch-size 64 \
     --use-distributed-optimizer --overlap-grad-reduce \
     --recompute-granularity full --recompute-method block --recompute-num-layers 1 \
-    --train-iters 500 --lr 1e-4 --save $OUT --made-up-flag 3
+    ${STEPS[@]} --lr 1e-4 --save $OUT --made-up-flag 3
