@@ -7,7 +7,7 @@ Searched by default, each with the job's own value among its candidates:
 - ``parallel.virtual_pipeline``: 1, and up to ``MOST_CHUNKS`` model chunks a rank of equally many layers, where the
   embedding and the head may each stand for a layer;
 - ``parallel.context``: powers of two that leave a rank ``LEAST_POSITIONS`` positions of the sequence;
-- ``parallel.expert``: divisors of the number of experts;
+- ``parallel.expert``: divisors of the number of experts up to ``MOST_EXPERT_RANKS``;
 - ``parallel.sharding``: none, zero1, zero2, zero3, hsdp;
 - ``batch.micro_batch_size``: powers of two up to ``MOST_TOKENS`` tokens;
 - ``parallel.recompute``: none, selective, full.
@@ -44,6 +44,7 @@ MOST_STAGES = 32
 MOST_CHUNKS = 8
 LEAST_POSITIONS = 1024
 MOST_TOKENS = 2**17
+MOST_EXPERT_RANKS = 1024
 _DERIVED = ("parallel.data", "parallel.layers_per_stage")
 
 
@@ -224,9 +225,9 @@ def _defaults(job: TrainingJob) -> dict[str, list[Any]]:
     experts = model.moe.num_experts if model.moe else 1
     return {
         "parallel.tensor": _powers_of_two(min(world, joined)),
-        "parallel.pipeline": [each for each in _divisors(world) if each <= min(layers, MOST_STAGES)],
+        "parallel.pipeline": _divisors(world, min(layers, MOST_STAGES)),
         "parallel.context": _powers_of_two(min(world, batch.seq_length // LEAST_POSITIONS)),
-        "parallel.expert": [each for each in _divisors(experts) if each <= world],
+        "parallel.expert": _divisors(experts, min(experts, world, MOST_EXPERT_RANKS)),
         "parallel.sharding": ["none", "zero1", "zero2", "zero3", "hsdp"],
         "batch.micro_batch_size": _powers_of_two(min(batch.global_batch_size, MOST_TOKENS // batch.seq_length)),
         "parallel.recompute": [Recompute(mode=mode) for mode in ("none", "selective", "full")],
@@ -237,8 +238,8 @@ def _powers_of_two(most: int) -> list[int]:
     return [1 << exponent for exponent in range(max(1, most).bit_length())]
 
 
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+def _divisors(number: int, most: int) -> list[int]:
+    return [each for each in range(1, most + 1) if number % each == 0]
 
 
 def _value(job: TrainingJob, key: str) -> Any:
