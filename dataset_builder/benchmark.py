@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dataset_builder.command_line import CommandParser
 from dataset_builder.job.errors import JobError
 
 _PARTS = ("cluster", "operators", "collectives", "steps")
@@ -29,8 +30,10 @@ _SIZES = {
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m dataset_builder.benchmark", description=(__doc__ or "").split("\n")[0]
+    parser = CommandParser(
+        "dataset_builder.benchmark",
+        "Measures operators, collectives and training steps on the devices at hand.",
+        ["--output measured --quick", "job.yaml --output measured --only steps --precision fp32,bf16_mixed"],
     )
     parser.add_argument("jobs", nargs="*", metavar="JOB", help="job files, or plans (.json), whose steps are measured")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where cluster.json, ops.csv and runs.csv go")
@@ -45,7 +48,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="everything in under 10 minutes on one GPU")
     parser.add_argument("--plan", type=Path, metavar="FILE.json", help="writes the jobs' plans and measures nothing")
-    options = parser.parse_args(arguments)
+    options = parser.read(arguments)
     if (options.output is None) == (options.plan is None):
         parser.error("expected one of --output and --plan")
     if unknown := [part for part in _listed(options.only) if part not in _PARTS]:

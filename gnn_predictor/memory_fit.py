@@ -9,7 +9,6 @@ seconds: its ``config.json``, ``metrics.json`` and card are written anew.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dataset_builder.command_line import CommandParser
 from dataset_builder.corpus.measurements import MemoryMeter, RunMeasurement, read_runs, shipped_table
 from dataset_builder.corpus.splits import fold_of
 from dataset_builder.job.errors import JobError
@@ -209,10 +209,14 @@ def _coverage(held_out: pd.DataFrame) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Refits a checkpoint; exit code 2 for runs that cannot be read, 3 for a checkpoint that cannot be used."""
-    parser = argparse.ArgumentParser(prog="python -m gnn_predictor.memory_fit", description=main.__doc__)
+    parser = CommandParser(
+        "gnn_predictor.memory_fit",
+        "Fits what measured peaks teach of memory anew and writes it into a checkpoint.",
+        ["", "my-checkpoint --runs runs.csv"],
+    )
     parser.add_argument("checkpoint", nargs="?", default=released_checkpoint(), help="default: the released one")
     parser.add_argument("--runs", default=shipped_table("runs.parquet"), help="default: the shipped table")
-    options = parser.parse_args(arguments)
+    options = parser.read(arguments)
     try:
         checkpoint = load_checkpoint(options.checkpoint)
         fit, figures = learn_memory(read_runs(options.runs))

@@ -21,10 +21,14 @@ from gnn_predictor import __version__
 _ROOT = Path(__file__).parents[2]
 _JOB = _ROOT / "conf" / "job" / "llama3-70b-fp8.yaml"
 _COMMANDS = (
-    "dataset_builder.build", "dataset_builder.convert", "dataset_builder.trace", "gnn_predictor.calibrate",
-    "gnn_predictor.card", "gnn_predictor.evaluate", "gnn_predictor.infer", "gnn_predictor.train",
+    "dataset_builder.benchmark", "dataset_builder.build", "dataset_builder.convert", "dataset_builder.trace",
+    "gnn_predictor.calibrate", "gnn_predictor.card", "gnn_predictor.evaluate", "gnn_predictor.infer",
+    "gnn_predictor.memory_fit", "gnn_predictor.plan", "gnn_predictor.train",
 )  # fmt: skip
-_LIGHT = ("dataset_builder.convert", "dataset_builder.trace", "gnn_predictor.card", "gnn_predictor.infer")
+_LIGHT = (
+    "dataset_builder.benchmark", "dataset_builder.convert", "dataset_builder.trace", "gnn_predictor.card",
+    "gnn_predictor.infer", "gnn_predictor.plan",
+)  # fmt: skip
 
 
 def _run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
