@@ -31,7 +31,7 @@ import yaml
 
 from dataset_builder import convert, trace
 from dataset_builder.job.completion import key_paths, values_of
-from gnn_predictor import infer
+from gnn_predictor import infer, plan
 from gnn_predictor.checkpoint import CONFIG_FILE, METRICS_FILE, MODEL_FILE, released_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -389,9 +389,18 @@ def _foreign(rng: random.Random, scratch: Path) -> Trial:
     return Trial(infer.main, ("--from", *files, *settings, "--format", "json"), input_text="\n----\n".join(texts))
 
 
+def _plan(rng: random.Random, scratch: Path) -> Trial:
+    """A search over layouts of a job that was tampered with."""
+    trial = rng.choice((_job, _valid_job))(rng, scratch)
+    words = [word for word in trial.arguments if word != "--force"]
+    words += rng.choice(((), ("--top", rng.choice(("1", "0", "-1", "x", "1000"))), ("--free", "parallel.tensor=1,2,x")))
+    return Trial(plan.main, (*words, "--workers", "1"), input_text=trial.input_text)
+
+
 KINDS: dict[str, Callable[[random.Random, Path], Trial]] = {
     "job": _job, "valid_job": _valid_job, "text": _text, "config": _config, "options": _options, "lines": _lines,
     "checkpoint": _checkpoint, "trace": _trace, "foreign": _foreign,
+    "plan": _plan,
 }  # fmt: skip
 
 
@@ -400,10 +409,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kind", action="append", choices=tuple(KINDS), help="default: all")
+    parser.add_argument(
+        "--kind", action="append", choices=tuple(KINDS), help="default: all but plan, which takes seconds"
+    )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="writes every failing input here")
     options = parser.parse_args()
-    report = fuzz(options.inputs, options.seed, options.kind or tuple(KINDS), options.keep)
+    report = fuzz(
+        options.inputs, options.seed, options.kind or tuple(kind for kind in KINDS if kind != "plan"), options.keep
+    )
     print(json.dumps(report.to_dict(), indent=1))
     return 1 if report.failures else 0
 
