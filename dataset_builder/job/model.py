@@ -103,7 +103,7 @@ class ModelSpec(Frozen):
     post_norm: bool = False
     parallel_block: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    mtp_layers: CountOrZero = 0
+    mtp_layers: WalkedCountOrZero = 0
     head: Literal["lm", "mlm", "classification"] = "lm"
     num_labels: Count = 2
     masked_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
