@@ -46,6 +46,7 @@ class MemoryFit(BaseModel):
     activations: Annotated[float, Field(gt=0)] = 1.0
     expert_activations: Annotated[float, Field(gt=0)] = 1.0  # of stages that hold experts
     logits: Annotated[float, Field(ge=0)] = 1.0
+    split_logits: Annotated[float, Field(ge=0)] = 1.0  # where tensor ranks share the vocabulary
     workspace_bytes: Annotated[float, Field(ge=0)] = 64.0 * 2**20  # cuBLAS's and the allocator's rounding
     runtime_bytes: Annotated[float, Field(ge=0)] = 1.0e9  # CUDA's context, its kernels, buffers of the communicators
     # Blocks that the allocator keeps for later, as a share of its peak: nvidia-smi shows them, no job needs them.
@@ -107,11 +108,13 @@ class StageTerms:
     logits: float
     buffers: float  # gathered weights, fp8 copies, buckets
     has_experts: bool
+    splits_vocabulary: bool
 
     def memory(self, fit: MemoryFit) -> StageMemory:
         """The same with what was learnt."""
         activations = self.activations * (fit.expert_activations if self.has_experts else fit.activations)
-        buffers = self.buffers + self.logits * fit.logits + fit.workspace_bytes
+        logits = self.logits * (fit.split_logits if self.splits_vocabulary else fit.logits)
+        buffers = self.buffers + logits + fit.workspace_bytes
         allocated = self.params + self.grads + self.optimizer + activations + buffers
         return StageMemory(
             self.params, self.grads, self.optimizer, activations, buffers, fit.runtime_bytes,
@@ -171,7 +174,11 @@ def held_microbatches(shape: PipelineShape) -> tuple[float, ...]:
 def _sum(parts: Sequence[StageTerms]) -> StageTerms:
     names = ("params", "grads", "optimizer", "activations", "logits", "buffers")
     added = {name: sum(getattr(part, name) for part in parts) for name in names}
-    return StageTerms(**added, has_experts=any(part.has_experts for part in parts))
+    return StageTerms(
+        **added,
+        has_experts=any(part.has_experts for part in parts),
+        splits_vocabulary=parts[0].splits_vocabulary,
+    )
 
 
 def _stage_terms(stage: StageFacts, saved_bytes: float, job: TrainingJob, layout: RankLayout) -> StageTerms:
@@ -189,7 +196,9 @@ def _stage_terms(stage: StageFacts, saved_bytes: float, job: TrainingJob, layout
         buffers += quantised * _copy_bytes_per_parameter(stage, job)
         if _has_quantised_weights(job):
             params -= quantised * (_bytes(job.precision.params) - _quantised_bytes(job))
-    return StageTerms(params, grads, optimizer, saved_bytes, stage.logits_bytes, buffers, experts > 0)
+    return StageTerms(
+        params, grads, optimizer, saved_bytes, stage.logits_bytes, buffers, experts > 0, layout.tensor > 1
+    )
 
 
 def _head_activation_bytes(stages: Sequence[StageFacts], head: int) -> float:

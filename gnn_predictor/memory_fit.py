@@ -1,6 +1,6 @@
 """``python -m gnn_predictor.memory_fit [CHECKPOINT] [--runs RUNS.csv]``: what measured peaks teach of peak memory.
 
-In: runs with a measured peak. Out: a :class:`MemoryFit` of six numbers that stand beside what is counted, with the
+In: runs with a measured peak. Out: a :class:`MemoryFit` of seven numbers that stand beside what is counted, with the
 interval of runs whose job group was not learnt from, and the held-out figures. Two regressions of least absolute
 relative error, shrunk to the plain count: the factors on the allocator's peaks, then what a device holds beyond them on
 the peaks that were read from it. Memory does not depend on the network's weights, so a checkpoint is refitted in
@@ -97,14 +97,24 @@ def _allocator_fit(examples: Sequence[MemoryExample]) -> MemoryFit:
     fixed = np.array([t.params + t.grads + t.optimizer + t.buffers for t in counted])
     parts = np.array(
         [
-            (0.0 if t.has_experts else t.activations, t.activations if t.has_experts else 0.0, t.logits, _WORKSPACE)
-            for t in counted
+            (
+                0.0 if terms.has_experts else terms.activations,
+                terms.activations if terms.has_experts else 0.0,
+                0.0 if terms.splits_vocabulary else terms.logits,
+                terms.logits if terms.splits_vocabulary else 0.0,
+                _WORKSPACE,
+            )
+            for terms in counted
         ]
     )
     factors = _shrunk_factors(parts, fixed, np.array([example.measured_bytes for example in examples]))
-    dense, expert, logits, workspace = factors.tolist()
+    dense, expert, logits, split_logits, workspace = factors.tolist()
     return MemoryFit(
-        activations=dense, expert_activations=expert, logits=logits, workspace_bytes=workspace * _WORKSPACE
+        activations=dense,
+        expert_activations=expert,
+        logits=logits,
+        split_logits=split_logits,
+        workspace_bytes=workspace * _WORKSPACE,
     )
 
 

