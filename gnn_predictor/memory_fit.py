@@ -34,6 +34,10 @@ Floats = NDArray[np.float64]
 
 FOLDS = 5
 LARGE_JOB_BYTES = 20e9
+# The interval is that of jobs above this: of a smaller one nobody asks whether it fits, and what its software does
+# weighs far more.
+INTERVAL_FROM_BYTES = 4e9
+_LEAST_FOR_INTERVAL = 40
 # Strength of the shrinkage: as much as so many runs in which the part is the whole peak.
 _PRIOR_RUNS = 1.0
 # Relative errors below this count as squares, larger ones as they are (Huber): a mislabelled run pulls no harder.
@@ -184,8 +188,14 @@ def learn_memory(runs: Sequence[RunMeasurement]) -> tuple[MemoryFit, dict[str, A
     if len({fold_of(example.job_group, FOLDS) for example in examples}) < 2:
         return COUNTED, {}
     held_out = held_out_peaks(examples)
-    low, high = interval_bounds(held_out["log_error"].to_numpy(float), COUNTED.level)
+    low, high = interval_bounds(_in_question(held_out)["log_error"].to_numpy(float), COUNTED.level)
     return fit_memory(examples).model_copy(update={"low": low, "high": high}), memory_figures(held_out)
+
+
+def _in_question(held_out: pd.DataFrame) -> pd.DataFrame:
+    """The peaks that an interval is calibrated on: those that are large, where there are enough of them."""
+    large = held_out[held_out["predicted"] > INTERVAL_FROM_BYTES]
+    return large if len(large) >= _LEAST_FOR_INTERVAL else held_out
 
 
 def memory_figures(held_out: pd.DataFrame) -> dict[str, Any]:
@@ -209,10 +219,12 @@ def memory_figures(held_out: pd.DataFrame) -> dict[str, Any]:
 
 def _coverage(held_out: pd.DataFrame) -> float:
     """Share of each fold's peaks inside the interval of the other folds."""
+    held_out = _in_question(held_out)
     inside = 0
     for fold in held_out["fold"].unique():
         own = (held_out["fold"] == fold).to_numpy()
-        low, high = interval_bounds(held_out.loc[~own, "log_error"].to_numpy(float), COUNTED.level)
+        others = held_out.loc[~own if (~own).any() else own, "log_error"]
+        low, high = interval_bounds(others.to_numpy(float), COUNTED.level)
         inside += int(held_out.loc[own, "log_error"].between(low, high).sum())
     return inside / len(held_out)
 
