@@ -1,12 +1,7 @@
 """A job in, its predicted iteration time out: per pipeline stage, by kind of work, with an interval and warnings.
 
-All times in seconds. Of every stage
-
-    total_s = microbatches * (forward_s + backward_s + recompute_s) + communication_exposed_s + optimizer_s + overhead_s
-    iteration_time_s = total_s + bubble_s
-
-and the critical path through all stages is the sum of ``by_kind`` and ``exposed_communication``. (A rank of DualPipe
-runs two stages, each for half of the microbatches: ``total_s`` is the mean of theirs, with both optimizer steps.)
+All times in seconds. The critical path through all stages is the sum of ``by_kind`` and ``exposed_communication``; what
+a stage's times add up to stands in :mod:`gnn_predictor.stage_prediction`.
 (The file is not named ``predict``: that name in the package is the function.)
 """
 
@@ -19,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from typing import Any, overload
 
-import numpy as np
 import torch
 
 from dataset_builder.job.errors import CannotRunError
@@ -33,55 +27,19 @@ from dataset_builder.tracing.layout import RankLayout, resolved_layout, unsuppor
 from dataset_builder.tracing.trace import GraphBuilder
 from gnn_predictor import __version__
 from gnn_predictor.adapter import effect_of, scaled_times
-from gnn_predictor.batch import collate, pipeline_shape
+from gnn_predictor.batch import collate
 from gnn_predictor.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from gnn_predictor.critical_path import Breakdown, JobTimes, StepDetail, breakdown
 from gnn_predictor.domain import outside
-from gnn_predictor.event_order import paired_passes, stages_of_rank
-from gnn_predictor.features import SLOTS, GraphArrays, featurize
+from gnn_predictor.features import GraphArrays, featurize
 from gnn_predictor.memory import MemoryFit, StageMemory, peak_memory
 from gnn_predictor.memory_advice import Verdict, doubts, shortages, verdict
 from gnn_predictor.network import Ensemble, NetworkConfig, stage_table
-from gnn_predictor.schedule import TIMES
+from gnn_predictor.stage_prediction import StagePrediction, stage_predictions
 
 SCHEMA_VERSION = 1
 MFU_CONVENTION = "causal attention, no recompute, dense peak of the GEMM format"
 _JOBS_AT_ONCE = 64
-_ROUNDING = 1e-5  # relative: the network adds up in single precision
-
-
-@dataclass(frozen=True, slots=True)
-class StagePrediction:
-    """One pipeline stage; forward, backward and recompute per microbatch, the rest per iteration."""
-
-    stage: int
-    layers: tuple[int, ...]
-    forward_s: float
-    backward_s: float
-    recompute_s: float
-    communication_exposed_s: float
-    bubble_s: float
-    optimizer_s: float
-    overhead_s: float
-    total_s: float
-    memory: StageMemory
-
-    @property
-    def peak_memory_bytes(self) -> float:
-        return self.memory.total
-
-    def to_dict(self) -> dict[str, Any]:
-        """The stage as in the command's JSON; ``layers`` is the first and the last (absent without layers)."""
-        times = {key: value for key, value in _fields(self).items() if key not in ("layers", "memory", "stage")}
-        memory = {key: getattr(self.memory, key) for key in ("params", "grads", "optimizer", "activations", "other")}
-        return {
-            "stage": self.stage,
-            "layers": [self.layers[0], self.layers[-1]] if self.layers else [],
-            "num_layers": len(self.layers),
-            **times,
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "memory": memory,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +337,7 @@ def _prediction(traced: _TracedJob, estimate: _Estimate, checkpoint: Checkpoint)
         iteration_time_low_s=min(max(low, traced.floor.seconds), iteration_s),
         iteration_time_high_s=high,
         interval=checkpoint.config.interval.level,
-        stages=_stages(traced, times, iteration_s),
+        stages=stage_predictions(estimate.detail, traced.memory, iteration_s),
         breakdown=estimate.parts,
         fits_memory=traced.fits_memory,
         memory_verdict=verdict(traced.memory, traced.job.cluster.gpu.hbm_bytes, checkpoint.config.memory),
@@ -406,38 +364,6 @@ def _distance(traced: _TracedJob, checkpoint: Checkpoint) -> float | None:
         return None
     names = checkpoint.config.domain.precisions
     return float(checkpoint.points.distances([traced.arrays], [traced.job.precision.label], names)[0])
-
-
-def _stages(traced: _TracedJob, times: JobTimes, iteration_s: float) -> tuple[StagePrediction, ...]:
-    microbatches, shape = traced.layout.num_microbatches, pipeline_shape(traced.arrays)
-    # Of every stage, the messages that run beside a pass of the other direction, which nobody waits for.
-    pairs = np.array(paired_passes(shape))  # [forward or backward, stage]
-    hidden_s = (pairs * times.stage_s[[TIMES.index("hidden_forward"), TIMES.index("hidden_backward")]]).sum(axis=0)
-    busy_s = microbatches * (times.forward_s + times.backward_s) - hidden_s
-    stages = []
-    for index, facts in enumerate(traced.graph.stages):
-        slot = dict(zip(SLOTS, times.slots[index].tolist(), strict=True))
-        of_rank = list(stages_of_rank(shape, index))
-        total = float(busy_s[of_rank].mean() + times.iteration_s[of_rank].sum()) + times.overhead_s
-        bubble = iteration_s - total
-        stages.append(
-            StagePrediction(
-                stage=index,
-                layers=facts.layers,
-                forward_s=float(times.forward_s[index]) - slot["comm_forward"],
-                backward_s=float(times.backward_s[index]) - slot["recompute"] - slot["comm_backward"],
-                recompute_s=slot["recompute"],
-                communication_exposed_s=microbatches * (slot["comm_forward"] + slot["comm_backward"])
-                + slot["comm_iteration"]
-                - float(hidden_s[index]),
-                bubble_s=bubble if bubble > _ROUNDING * iteration_s else 0.0,
-                optimizer_s=float(times.iteration_s[index]) - slot["comm_iteration"],
-                overhead_s=times.overhead_s,
-                total_s=total,
-                memory=traced.memory[index],
-            )
-        )
-    return tuple(stages)
 
 
 def _gemm_peak(device: DeviceSpec, policy: PrecisionPolicy) -> float:

@@ -20,12 +20,13 @@ from dataset_builder.tracing.graph import StageFacts
 from gnn_predictor.compare import Comparison, value_text
 from gnn_predictor.critical_path import StepDetail
 from gnn_predictor.event_order import stages_of_rank
-from gnn_predictor.prediction import Prediction, StagePrediction
+from gnn_predictor.prediction import Prediction
 from gnn_predictor.report.charts import roofline_chart, timeline_chart
 from gnn_predictor.report.chrome_trace import layers_text
 from gnn_predictor.report.operators import longest_operators
 from gnn_predictor.report.table import layout_text, lengths_text, precision_text, quantity_text, seconds_text
 from gnn_predictor.report.timeline import timeline
+from gnn_predictor.stage_prediction import StagePrediction
 
 _MOST_OPERATORS = 15
 _MEMORY_PARTS = ("params", "grads", "optimizer", "activations", "other")

@@ -116,6 +116,16 @@ def test_experts_are_spread_over_the_ranks_of_a_stage() -> None:
     )
 
 
+def test_rails_share_a_nodes_adapters_among_the_ranks_of_a_group() -> None:
+    """A ring over nodes enters and leaves each through the adapters of all its ranks there."""
+    eight = rank_layout(job({})).groups["data"]  # all 64 ranks: eight of each node
+    one = rank_layout(job({"tensor": 8})).groups["data"]  # one rank of each of eight nodes
+    assert (eight.nodes, one.nodes, eight.link, one.inner) == (8, 8, one.link, None)
+    assert one.ring_bytes_per_s == one.link.bytes_per_s_per_gpu
+    assert eight.inner is not None
+    assert eight.ring_bytes_per_s == min(8 * one.ring_bytes_per_s, eight.inner.bytes_per_s_per_gpu)
+
+
 def test_hybrid_sharding_shards_within_a_node_by_default() -> None:
     layout = rank_layout(job({"sharding": "hsdp"}))
     assert (layout.shard_size, layout.shard_group.nodes) == (8, 1)
