@@ -66,6 +66,13 @@ READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
         "precision.preset": "fp16_mixed", "precision.params": "fp16", "precision.grad_reduce": "fp16",
         "precision.loss_scaling": True, "parallel.tensor": 8, "parallel.pipeline": 16, "parallel.sharding": "none",
         "batch.global_batch_size": 1536, "cluster.num_nodes": 16}),
+    "Megatron-DeepSpeed under SLURM: here-documents, bash -c, a partition by type": ("megatron_slurm.sh", _GPU, {
+        "model.num_layers": 22, "model.hidden_size": 2048, "model.position_embedding": "alibi",
+        "model.vocab_size": 250880, "parallel.tensor": 4, "parallel.pipeline": 6, "parallel.sharding": "none",
+        "parallel.layers_per_stage": (3, 4, 4, 4, 4, 3), "parallel.recompute.mode": "full",
+        "precision.preset": "bf16_mixed", "precision.grad_reduce": "fp32", "batch.global_batch_size": 64,
+        "cluster.num_nodes": 3, "cluster.gpus_per_node": 8, "software.framework": "megatron-deepspeed",
+        "training.samples": 200000}),
     "Megatron YAML: latent attention, experts, patterns": ("megatron_mla_moe.yaml", _GPUS, {
         "model.num_layers": 16, "model.hidden_size": 1024, "model.ffn_hidden_size": 4096,
         "model.num_attention_heads": 32, "model.head_dim": 192, "model.mla.q_lora_rank": 1536,

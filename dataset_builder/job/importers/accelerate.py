@@ -7,7 +7,8 @@ from dataset_builder.job.importers.reading import Draft, Reading
 
 NAME, KNOWN_BY = "accelerate YAML", "distributed_type, num_processes, mixed_precision"
 _MARKS = ("distributed_type", "num_processes", "num_machines", "mixed_precision", "compute_environment", "machine_rank",
-          "fsdp_config", "rdzv_backend", "main_training_function", "downcast_bf16")  # fmt: skip
+          "fsdp_config", "rdzv_backend", "main_training_function", "downcast_bf16", "deepspeed_config",
+          "parallelism_config", "dynamo_config")  # fmt: skip
 _IGNORED = (
     "compute_environment", "debug", "downcast_bf16", "enable_cpu_affinity", "fsdp_config*", "machine_rank", "use_cpu",
     "main_*", "rdzv_backend", "same_network", "tpu_*", "deepspeed_config*", "gpu_ids", "dynamo_config*", "ipex_config*",
@@ -20,7 +21,7 @@ _SHARDING = {"full_shard": "zero3", "1": "zero3", "shard_grad_op": "zero2", "2":
 
 def likeness(file: ConfigFile) -> int:
     count = sum(mark in file.values for mark in _MARKS)
-    return count if count >= 3 and "distributed_type" in file.values else 0
+    return count if count >= 2 and "distributed_type" in file.values else 0
 
 
 def read(file: ConfigFile) -> Reading:

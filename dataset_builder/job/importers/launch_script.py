@@ -48,7 +48,7 @@ def read(file: ConfigFile) -> Reading:
         draft.warn(f"{len(script.notes) - _MAX_NOTES} more conditions could not be decided")
     _read_program(draft, program)
     megatron.read_arguments(draft, complete=True)
-    draft.framework("megatron-lm")
+    draft.framework("megatron-deepspeed" if "deepspeed" in flags else "megatron-lm")
     _read_launcher(draft, launcher, script, file)
     return draft.reading()
 
@@ -88,7 +88,7 @@ def _flags(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
             flags[name] = value if equals else True
         elif name and flags[name] is not True and re.fullmatch(r"\$\{\w+\}", word):
             continue  # options of a variable that nothing sets
-        elif name and word not in ("2>&1", ">", "|"):
+        elif name and not re.match(r"\d*[<>]", word):
             flags[name] = word if flags[name] is True else f"{flags[name]} {word}"
     return flags, spelling
 

@@ -28,7 +28,8 @@ _IGNORED = (
     "no_load*", "no_save*", "initial_loss_scale", "loss_scale*", "min_loss_scale", "hysteresis", "use_checkpoint*",
     "no_initialization", "use_cpu_initialization", "global_rank", "straggler*", "inference_*", "result_rejected*",
     "accumulate_allreduce*", "nccl_*", "kv_channels", "gradient_accumulation_fusion", "no_gradient_accum*", "te_rng*",
-    "no_position_embedding", "extra_vocab_size", "max_padding_length", "patch_tokenizer_type", "train_mode", "dataset",
+    "no_position_embedding", "deepspeed*", "abort_on_unmet*", "kill_switch_path", "embed_layernorm",
+    "extra_vocab_size", "max_padding_length", "patch_tokenizer_type", "train_mode", "dataset",
     "max_tokens_to_oom", "use_persistent_*", "skip_train", "mmap_*", "bias_*_fusion", "no_bias_*", "no_masked_*",
     "masked_softmax*", "no_persist*", "persist_layer_norm", "distribute_saved*", "tee", "log_dir", "redirects",
 )  # fmt: skip
@@ -91,8 +92,10 @@ def _read_stages(draft: Draft) -> None:
     last = draft.count("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
     ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
             "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")  # fmt: skip
-    split = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    split: tuple[str, ...] = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     embedding, loss = (draft.flag(key) for key in split)
+    if "embedding" in (draft.text("pp_partition_method") or ""):  # Megatron-DeepSpeed's, by type of layer
+        split, embedding, loss = ("pp_partition_method",), True, True
     slots = pipeline * (chunks or 1)
     if not isinstance(layers, int) or not 1 < slots <= 10_000:
         return

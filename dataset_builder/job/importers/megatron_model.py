@@ -13,6 +13,7 @@ from dataset_builder.job.importers.model_names import vocabulary_of
 from dataset_builder.job.importers.reading import Draft, as_count, as_number, as_text
 
 _GPT2_VOCABULARY = 50257  # the byte-pair encoding of GPT-2, which a vocab.json and a merges.txt mean
+_BERT_VOCABULARIES = {"bertwordpiecelowercase": 30522, "bertwordpiececase": 28996}
 _MAX_LAYERS = 10_000
 
 
@@ -242,14 +243,17 @@ def _read_window(draft: Draft) -> None:
 
 def _read_vocabulary(draft: Draft, complete: bool) -> None:
     """The tokens of the tokenizer; Megatron pads them to a multiple of ``make_vocab_size_divisible_by`` x tensor."""
-    padded, stated = draft.count("padded_vocab_size"), draft.count("vocab_size", asks="model.vocab_size")
+    padded, stated = (
+        draft.count("padded_vocab_size", "pad_vocab_size_to"),
+        draft.count("vocab_size", asks="model.vocab_size"),
+    )
     kind = (draft.value(as_text, "tokenizer_type") or "").lower()
     model = draft.value(as_text, "tokenizer_model", "hf_model_id")
     draft.raw("vocab_file", "merge_file")
     pads = draft.flag("should_pad_vocab")
     step = draft.count("make_vocab_size_divisible_by")
     if padded:
-        draft.state("model.vocab_size", padded, "padded_vocab_size")
+        draft.state("model.vocab_size", padded, "padded_vocab_size", "pad_vocab_size_to")
         return
     if pads is not False and (step or complete):
         if step:
@@ -265,5 +269,8 @@ def _read_vocabulary(draft: Draft, complete: bool) -> None:
     elif kind.startswith("gpt2") or (not kind and draft.has("vocab_file", "merge_file")):
         draft.imply("model.vocab_size", _GPT2_VOCABULARY, "vocab_file and merge_file, the GPT-2 encoding's")
         draft.warn("model.vocab_size: 50257, the GPT-2 byte-pair encoding's, before padding")
+    elif known := _BERT_VOCABULARIES.get(kind):
+        draft.imply("model.vocab_size", known, f"tokenizer_type {kind}")
+        draft.warn(f"model.vocab_size: {known}, the usual vocabulary of {kind}, before padding")
     else:
         draft.ask("model.vocab_size", f"the size of the tokenizer {model or kind or 'of this job'} is not in the file")
