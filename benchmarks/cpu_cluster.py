@@ -128,7 +128,8 @@ def main() -> None:
     few = [run for run in runs if (run["model_name"], run["precision"]) in _CALIBRATED]
     _write_rows(few, options.output / "four-runs.csv")
     calibrated, before, after = (str(options.output / name) for name in ("calibrated", "before", "after"))
-    _run("gnn_predictor.calibrate", str(options.output / "four-runs.csv"), "--output", calibrated)
+    operators = ["--ops", str(first / "ops.csv")] if options.operators_s else []
+    _run("gnn_predictor.calibrate", str(options.output / "four-runs.csv"), *operators, "--output", calibrated)
     _run("gnn_predictor.evaluate", f"runs={first / 'runs.csv'}", f"output={before}")
     _run("gnn_predictor.evaluate", f"runs={first / 'runs.csv'}", f"checkpoint={calibrated}", f"output={after}")
     figures = {

@@ -23,7 +23,7 @@ from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.graph import COLLECTIVES, KINDS
 from gnn_predictor.batch import GraphBatch
 from gnn_predictor.domain import Domain, outside
-from gnn_predictor.features import AXES, AXIS_COLUMNS, KIND_COLUMNS
+from gnn_predictor.features import AXES, AXIS_COLUMNS, FORMATS, KIND_COLUMNS
 from gnn_predictor.network import NodeTimes
 
 Mode = Literal["factors", "offset", "none"]
@@ -32,6 +32,7 @@ GROUPS = ("gemm", "attention", "memory", "tensor_comm", "data_comm", "other_comm
 """Kinds of work with a factor of their own. ``host``: launches from the host, and what every step costs beside."""
 _GROUP_OF_KIND = {"gemm": "gemm", "grouped_gemm": "gemm", "attention": "attention"}  # the other kernels: memory
 _GROUP_OF_AXIS = {"tensor": "tensor_comm", "context": "tensor_comm", "data": "data_comm"}  # the others: other_comm
+_LIKE_POINTWISE = ("copy", "reduction")
 _HOST = GROUPS.index("host")
 # Before a run says anything, the uncalibrated width counts as so many runs.
 _PRIOR_RUNS = 4.0
@@ -116,13 +117,18 @@ class Adapter(BaseModel):
     gpus: tuple[str, ...]
     frameworks: tuple[str, ...]
     domain: Domain
+    kernels: dict[str, Annotated[float, Field(ge=-10, le=10)]] = {}  # log(time / roofline) by kernel_key, measured
     error_ratios: tuple[Annotated[float, Field(ge=0)], ...]
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What an adapter does to one job: log factor of every group, offset included, and the factor on its interval."""
+    """What an adapter does to one job: log factor of every group, offset included, and the factor on its interval.
 
+    ``kernels``: log(time / roofline) of the kernels that were measured, by :func:`kernel_key`.
+    """
+
+    kernels: Mapping[str, float] = field(default_factory=dict)
     log_scales: tuple[float, ...] = (0.0,) * len(GROUPS)
     width_factor: float = 1.0
     warnings: tuple[str, ...] = ()
@@ -149,6 +155,7 @@ def effect_of(adapter: Adapter | None, job: TrainingJob) -> Effect:
     unlike = outside(job, adapter.domain)
     width = width_factor(adapter.error_ratios)
     return Effect(
+        kernels=adapter.kernels,
         log_scales=tuple(offset + adapter.log_factors[group] for group in GROUPS),
         width_factor=max(1.0, width) if unlike else width,
         warnings=tuple(f"outside the calibrating runs: {each}" for each in unlike),
@@ -165,6 +172,31 @@ def width_factor(error_ratios: Sequence[float]) -> float:
     """
     prior = 1.0 / (10.0 ** (1.0 / _PRIOR_RUNS) - 1.0)  # the prior runs' sum of ratios that makes it 1 without runs
     return float((prior + sum(error_ratios)) * (10.0 ** (1.0 / (_PRIOR_RUNS + len(error_ratios))) - 1.0))
+
+
+def kernel_key(kind: str, fmt: str) -> str:
+    """How an adapter names kernels of a kind that read a format."""
+    return f"{kind}/{fmt}"
+
+
+def measured_times(batch: GraphBatch, times: NodeTimes, kernels: Sequence[Mapping[str, float]]) -> NodeTimes:
+    """Node times with those of each graph's measured ``kernels`` in place of the network's. [B] mappings
+
+    Copies and reductions that were not measured stream through memory as pointwise kernels do.
+    """
+    slowdowns = torch.full((len(kernels), len(KINDS), len(FORMATS)), math.nan)
+    for row, measured in enumerate(kernels):
+        for column, kind in enumerate(KINDS):
+            for index, fmt in enumerate(FORMATS):
+                known = measured.get(kernel_key(kind, fmt))
+                if known is None and kind in _LIKE_POINTWISE:
+                    known = measured.get(kernel_key("elementwise", fmt))
+                if known is not None and kind not in COLLECTIVES:
+                    slowdowns[row, column, index] = known
+    kind_of_node = batch.node_features[:, KIND_COLUMNS].argmax(dim=1)
+    measured_log_s = batch.log_roofline_s + slowdowns[batch.node_graph, kind_of_node, batch.node_formats[:, 0]]
+    factor = torch.where(measured_log_s.isnan(), 1.0, torch.exp(measured_log_s) / times.seconds)
+    return replace(times, seconds=times.seconds * factor, exposed_s=times.exposed_s * factor)
 
 
 def scaled_times(batch: GraphBatch, times: NodeTimes, log_scales: Tensor) -> NodeTimes:

@@ -18,10 +18,11 @@ def _parser() -> CommandParser:
     parser = CommandParser(
         "gnn_predictor.calibrate",
         "Fits a small adapter to measured runs of one's own cluster; the folder it writes is a checkpoint.",
-        ["runs.csv --output my-cluster", "runs.csv --output my-cluster --checkpoint other-predictor"],
+        ["runs.csv --output my-cluster", "measured/runs.csv --ops measured/ops.csv --output my-cluster"],
     )
     parser.add_argument("runs", metavar="RUNS.csv", help="measured runs, with the columns of the measurement schema")
     parser.add_argument("--output", metavar="DIR", required=True, help="the adapter's folder, written whole")
+    parser.add_argument("--ops", metavar="OPS.csv", help="measured operators of the same cluster, used where they help")
     parser.add_argument("--checkpoint", metavar="DIR", help="the predictor to calibrate (default: the released one)")
     return parser
 
@@ -41,14 +42,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dataset_builder.corpus.measurements import RunMeasurement, read_runs
+from dataset_builder.corpus.measurements import OpMeasurement, RunMeasurement, read_ops, read_runs
 from dataset_builder.job.errors import JobError
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.floor import impossible, physical_floor
 from dataset_builder.tracing.graph import TrainingGraph
 from dataset_builder.tracing.layout import RankLayout, rank_layout
 from dataset_builder.tracing.trace import build_graph
-from gnn_predictor.adapter import GROUPS, Adapter, job_point
+from gnn_predictor.adapter import GROUPS, Adapter, job_point, measured_times
 from gnn_predictor.baselines import REFERENCE_FILE, job_key
 from gnn_predictor.calibration import Fit, Floats, TimedRuns, fit, left_out_errors
 from gnn_predictor.checkpoint import (
@@ -94,6 +95,7 @@ class Calibration:
             "runs": len(self.runs),
             "mode": self.adapter.mode,
             "offset": math.exp(self.adapter.log_offset),
+            "kernels": {name: math.exp(value) for name, value in self.adapter.kernels.items()},
             "factors": {name: math.exp(value) for name, value in self.adapter.log_factors.items()},
             **{
                 name: None if errors is None else error_figures(self.measured_s, self.measured_s * np.exp(-errors))
@@ -110,8 +112,13 @@ class Calibration:
         }
 
 
-def calibrate(measurements: Sequence[RunMeasurement], base: Checkpoint, source: str) -> Calibration:
-    """Fits an adapter of ``base`` to these runs; raises JobError, naming every row that it must not learn from."""
+def calibrate(
+    measurements: Sequence[RunMeasurement], base: Checkpoint, source: str, operators: Sequence[OpMeasurement] = ()
+) -> Calibration:
+    """Fits an adapter of ``base`` to these runs; raises JobError, naming every row that it must not learn from.
+
+    The cluster's measured ``operators`` are used when left-out runs are predicted better with them.
+    """
     runs = _usable(measurements, source)
     network, _ = network_of(base)
     timed = TimedRuns.of(
@@ -121,11 +128,17 @@ def calibrate(measurements: Sequence[RunMeasurement], base: Checkpoint, source: 
         [job_point(run.job) for run in runs],
         [job_key(run.job) for run in runs],
     )
-    nothing = np.zeros(1 + len(GROUPS))
-    before = timed.log_errors(nothing)
-    fitted, left_out = fit(timed, base.config.shrinkage), left_out_errors(timed, base.config.shrinkage)
-    if left_out is not None and np.abs(left_out).mean() > np.abs(before).mean():
-        fitted, left_out = Fit("none", nothing, (), np.zeros(0)), before
+    before = timed.log_errors(np.zeros(1 + len(GROUPS)))
+    gpus = tuple(sorted({run.job.cluster.gpu.name for run in runs}))
+    fitted, left_out, kernels = _fitted(timed, base), _left_out(timed, base), dict[str, float]()
+    if operators:
+        measured_kernels = _measured_kernels(operators, base, timed, gpus)
+        times = measured_times(timed.batch, timed.times, [measured_kernels] * len(runs))
+        informed = replace(timed, times=times)
+        errors = _left_out(informed, base)
+        if errors is None or left_out is None or np.abs(errors).mean() < np.abs(left_out).mean():
+            timed, left_out, kernels = informed, errors, measured_kernels
+            fitted = _fitted(timed, base)
     uncalibrated = predict([run.job for run in runs], checkpoint=base, force=True)
     widths = [math.log(each.iteration_time_high_s / each.iteration_time_s) for each in uncalibrated]
     ratios = [] if left_out is None else (np.abs(left_out) / np.array(widths)).tolist()
@@ -137,7 +150,8 @@ def calibrate(measurements: Sequence[RunMeasurement], base: Checkpoint, source: 
         log_factors=dict(zip(GROUPS, fitted.theta[1:].tolist(), strict=True)),
         points=fitted.points,
         local=tuple(fitted.local.tolist()),
-        gpus=tuple(sorted({run.job.cluster.gpu.name for run in runs})),
+        gpus=gpus,
+        kernels=kernels,
         frameworks=tuple(sorted({run.job.software.framework for run in runs if run.job.software.framework})),
         domain=domain_of(run.job for run in runs),
         error_ratios=tuple(ratios),
@@ -145,6 +159,29 @@ def calibrate(measurements: Sequence[RunMeasurement], base: Checkpoint, source: 
     measured: NDArray[np.float64] = np.array([run.iter_time_s for run in runs])
     after = timed.errors_under(fitted)
     return Calibration(adapter, tuple(run.run_id for run in runs), measured, before, left_out, after)
+
+
+def _left_out(timed: TimedRuns, base: Checkpoint) -> Floats | None:
+    """Errors of left-out runs by what :func:`_fitted` would take."""
+    errors, nothing = left_out_errors(timed, base.config.shrinkage), timed.log_errors(np.zeros(1 + len(GROUPS)))
+    return nothing if errors is not None and np.abs(errors).mean() > np.abs(nothing).mean() else errors
+
+
+def _fitted(timed: TimedRuns, base: Checkpoint) -> Fit:
+    """The fit, or nothing when left-out runs are predicted no better with one."""
+    errors, nothing = left_out_errors(timed, base.config.shrinkage), np.zeros(1 + len(GROUPS))
+    if errors is not None and np.abs(errors).mean() > np.abs(timed.log_errors(nothing)).mean():
+        return Fit("none", nothing, (), np.zeros(0))
+    return fit(timed, base.config.shrinkage)
+
+
+def _measured_kernels(
+    operators: Sequence[OpMeasurement], base: Checkpoint, timed: TimedRuns, gpus: Sequence[str]
+) -> dict[str, float]:
+    from gnn_predictor.kernel_times import measured_slowdowns  # training code, which takes seconds to import
+
+    network, _ = network_of(base)
+    return measured_slowdowns(operators, network, timed.batch.workload.shape[1], gpus)
 
 
 def _usable(measurements: Sequence[RunMeasurement], source: str) -> list[_Run]:
@@ -192,7 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         base = _without_adapter(load_checkpoint(options.checkpoint))
         output = _free_output(options.output, base)
-        result = calibrate(read_runs(options.runs), base, source=options.runs)
+        operators = read_ops(options.ops)[0] if options.ops else []
+        result = calibrate(read_runs(options.runs), base, options.runs, operators)
         path = _save(result, base, output)
     except (CheckpointError, JobError) as error:
         print(error, file=sys.stderr)
@@ -258,9 +296,14 @@ def report(result: Calibration) -> list[str]:
 
 def _what_was_fitted(result: Calibration) -> list[str]:
     adapter = result.adapter
+    lines = []
+    if adapter.kernels:
+        lines.append(f"measured operators in place of the network's times: {', '.join(adapter.kernels)}")
+    if adapter.mode == "none" and lines:
+        return [*lines, "Nothing beside: left-out runs are predicted no better with an offset."]
     if adapter.mode == "none":
         return ["No calibration: left-out runs are predicted no better with one; predictions stay as they are."]
-    lines = [f"all times x {math.exp(adapter.log_offset):.3f}"]
+    lines += [f"all times x {math.exp(adapter.log_offset):.3f}"]
     if adapter.mode == "offset":
         lines.append("An offset only: factors for kinds of work predict left-out runs no better.")
     else:

@@ -26,8 +26,13 @@ from dataset_builder.tracing.graph import TrainingGraph
 from dataset_builder.tracing.layout import RankLayout, resolved_layout, unsupported_formats
 from dataset_builder.tracing.trace import GraphBuilder
 from gnn_predictor import __version__
+<<<<<<< HEAD
 from gnn_predictor.adapter import effect_of, scaled_times
 from gnn_predictor.batch import collate
+=======
+from gnn_predictor.adapter import effect_of, measured_times, scaled_times
+from gnn_predictor.batch import collate, pipeline_shape
+>>>>>>> a890534 (Measured operators of one's own cluster take the place of the network's times where they know better)
 from gnn_predictor.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from gnn_predictor.critical_path import Breakdown, JobTimes, StepDetail, breakdown
 from gnn_predictor.domain import outside
@@ -313,8 +318,9 @@ def job_times(jobs: Sequence[TrainingJob], graphs: Sequence[GraphArrays], checkp
     batch = collate(graphs, config.devices)
     times = network.node_times(batch)
     if checkpoint.config.adapter is not None:
-        scales = [effect_of(checkpoint.config.adapter, job).log_scales for job in jobs]
-        times = scaled_times(batch, times, torch.tensor(scales))
+        effects = [effect_of(checkpoint.config.adapter, job) for job in jobs]
+        times = measured_times(batch, times, [effect.kernels for effect in effects])
+        times = scaled_times(batch, times, torch.tensor([effect.log_scales for effect in effects]))
     table = stage_table(batch, times)
     return [JobTimes.of(index, batch, times, table) for index in range(len(jobs))]
 

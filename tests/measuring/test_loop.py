@@ -40,7 +40,14 @@ def test_measure_build_calibrate_evaluate_infer(tmp_path: Path, write_job: Calla
     assert {operator.device for operator in corpus.operators} == {operators[0].device}
 
     calibrated, evaluation = tmp_path / "calibrated", tmp_path / "evaluation"
-    _run("gnn_predictor.calibrate", str(output / "runs.csv"), "--output", str(calibrated))
+    _run(
+        "gnn_predictor.calibrate",
+        str(output / "runs.csv"),
+        "--ops",
+        str(output / "ops.csv"),
+        "--output",
+        str(calibrated),
+    )
     calibration = json.loads((calibrated / "metrics.json").read_text(encoding="utf-8"))["calibration"]
     assert calibration["runs"] == 6
     assert calibration["fitted"]["mape_percent"] <= calibration["before"]["mape_percent"] + 1e-6
