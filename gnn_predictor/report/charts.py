@@ -219,7 +219,7 @@ def roofline_chart(operators: Sequence[Operator], device: DeviceSpec) -> Rooflin
             number=number,
             x=100 * x.share(each.flops_per_byte),
             y=_ROOFLINE_HEIGHT * (1 - y.share(each.flops_per_s)),
-            radius=6 + 7 * math.sqrt(each.waited_s / longest_s),
+            radius=8 + 6 * math.sqrt(each.waited_s / longest_s),
             bound=each.bound,
             title=f"{number}. {each.module} {each.phase} {each.dtype}: {each.flops_per_s / 1e12:,.3g} TFLOP/s, "
             f"{each.flops_per_byte:,.3g} FLOP per byte, {each.bound}-bound",

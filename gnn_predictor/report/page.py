@@ -147,7 +147,8 @@ def _insight(prediction: Prediction) -> str:
         seconds[f"exposed {axis} communication"] = exposed_s
     (first, first_s), *others = sorted(seconds.items(), key=lambda item: -item[1])[:3]
     rest = "".join(f", {_spoken(name)} {value / whole:.0%}" for name, value in others)
-    sentence = f"{_spoken(first)} take {first_s / whole:.0%} of the critical path{rest}."
+    name = _spoken(first)
+    sentence = f"{name[0].upper()}{name[1:]} take {first_s / whole:.0%} of the critical path{rest}."
     idle = max(stage.bubble_s for stage in prediction.stages) / whole
     if len(prediction.stages) > 1:
         sentence += f" The stage that waits longest for the others is idle {idle:.0%} of the time."

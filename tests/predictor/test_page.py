@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markupsafe import escape
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from gnn_predictor.infer import main
@@ -149,7 +150,8 @@ def test_every_figure_is_the_jsons(report: tuple[Path, dict[str, Any]], browser:
     assert by_kind <= paths
     rows = [each for each in answer.get("compare", {}).get("variants", []) if each["status"] != "ok"]
     text = file.read_text()
-    assert text.count("Cannot run: ") == len(rows)
+    assert text.count(">cannot run<") == len(rows)
+    assert all(str(escape(each["reason"])) in text for each in rows)
     assert ("✗ Does not fit in memory" in text) == (answer["memory_verdict"] == "does not fit")
 
 
