@@ -26,13 +26,8 @@ from dataset_builder.tracing.graph import TrainingGraph
 from dataset_builder.tracing.layout import RankLayout, resolved_layout, unsupported_formats
 from dataset_builder.tracing.trace import GraphBuilder
 from gnn_predictor import __version__
-<<<<<<< HEAD
-from gnn_predictor.adapter import effect_of, scaled_times
-from gnn_predictor.batch import collate
-=======
 from gnn_predictor.adapter import effect_of, measured_times, scaled_times
-from gnn_predictor.batch import collate, pipeline_shape
->>>>>>> a890534 (Measured operators of one's own cluster take the place of the network's times where they know better)
+from gnn_predictor.batch import collate
 from gnn_predictor.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from gnn_predictor.critical_path import Breakdown, JobTimes, StepDetail, breakdown
 from gnn_predictor.domain import outside
