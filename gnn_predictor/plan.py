@@ -12,7 +12,8 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dataset_builder.command_line import CommandParser
 
@@ -73,6 +74,10 @@ def _parser() -> CommandParser:
         help="searches these values of a key, whether or not it is a layout key",
     )  # fmt: skip
     parser.add_argument("--workers", type=_count, metavar="N", help="processes (default: one for every core)")
+    parser.add_argument(
+        "--merge", nargs="+", metavar="PLANS.json", default=[],
+        help="ranks what the parts of a search found (gnn_predictor.sweep) instead of searching",
+    )  # fmt: skip
     parser.complete_settings(settings, choices)
     return parser
 
@@ -104,12 +109,26 @@ def _plans(options: argparse.Namespace) -> Plans:
     import torch
 
     from gnn_predictor.checkpoint import load_checkpoint
-    from gnn_predictor.search import search
+    from gnn_predictor.search import merge, search
 
     torch.set_num_threads(1)  # the graphs are small, and every core has a process
     checkpoint = load_checkpoint(options.checkpoint)
+    if options.merge:
+        return merge(spaces, [_part(path) for path in options.merge], checkpoint, options.top)
     with counting(f"{text.name}: layouts") as progress:
         return search(spaces, checkpoint, options.top, options.workers, progress)
+
+
+def _part(path: str) -> dict[str, Any]:
+    """What one part of a search found."""
+    try:
+        part: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+        if all({"set", "iteration_time_s"} <= set(plan) for plan in part["plans"]):
+            return part
+        reason = "plans without their settings"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error)
+    raise _UsageError(f"--merge {path}: expected what gnn_predictor.sweep writes ({reason})")
 
 
 if __name__ == "__main__":

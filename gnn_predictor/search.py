@@ -7,6 +7,7 @@ rest goes through the network in batches, on all cores; only the best are predic
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from dataset_builder.job.errors import CannotRunError
+from dataset_builder.job.errors import CannotRunError, JobError
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.layout import RankLayout, resolved_layout, unsupported_formats
 from dataset_builder.tracing.trace import GraphBuilder
@@ -159,17 +160,19 @@ def search(
     top: int,
     num_workers: int | None = None,
     progress: Progress = lambda done, total: None,
+    part: tuple[int, int] = (0, 1),
 ) -> Plans:
     """The ``top`` fastest plans of all spaces together; raises CannotRunError when there is none.
 
-    ``num_workers``: processes, by default one a core (and none beside this one where the search is short).
+    ``num_workers``: processes, by default one a core (and none beside this one where the search is short). ``part``
+    (i, n): only every n-th layout, from the i-th on; the best of all parts are the best of all layouts.
     """
-    layouts = [list(space) for space in spaces]
+    layouts = [list(space)[part[0] :: part[1]] for space in spaces]
     searcher = _Searcher(tuple(spaces), layouts, checkpoint)
     outcome = Outcome()
     done = 0
-    for part, number in searcher.run(num_workers or len(os.sched_getaffinity(0))):
-        outcome += part
+    for judged, number in searcher.run(num_workers or len(os.sched_getaffinity(0))):
+        outcome += judged
         done += number
         progress(done, sum(map(len, layouts)))
     if not outcome.timed:
@@ -178,6 +181,37 @@ def search(
     (given,) = predict_each([spaces[0].job], checkpoint)
     pruned = dict(sorted(outcome.pruned.items(), key=lambda item: -item[1]))
     return Plans(tuple(spaces), pruned, len(outcome.timed), tuple(plans), given)
+
+
+def merge(spaces: Sequence[SearchSpace], parts: Sequence[Mapping[str, Any]], checkpoint: Checkpoint, top: int) -> Plans:
+    """The best of what the parts of a search found, each as :meth:`Plans.to_dict`, predicted again."""
+    found = sorted(
+        (plan["iteration_time_s"], index, place)
+        for index, part in enumerate(parts)
+        for place, plan in enumerate(part["plans"])
+    )
+    if not found:
+        reasons = [reason for part in parts for reason in part.get("reasons", ())]
+        raise CannotRunError(list(dict.fromkeys(reasons)), source=spaces[0].job.name or "job")
+    settings = [parts[index]["plans"][place]["set"] for _, index, place in found[:top]]
+    by_settings = {
+        json.dumps(space.settings(layout), sort_keys=True): space.applied(layout)
+        for space in spaces
+        for layout in space
+    }
+    texts = [json.dumps(each, sort_keys=True) for each in settings]
+    if not set(texts) <= set(by_settings):
+        raise JobError(["plans of another job, or of other --set or --free than given"], spaces[0].job.name or "job")
+    jobs = [by_settings[text] for text in texts]
+    plans = tuple(
+        Plan(each, found_again) for each, found_again in zip(settings, predict(jobs, checkpoint), strict=True)
+    )
+    pruned: Counter[str] = Counter()
+    for part in parts:
+        pruned.update(part.get("searched", {}).get("pruned", {}))
+    evaluated = sum(part.get("searched", {}).get("evaluated", 0) for part in parts)
+    (given,) = predict_each([spaces[0].job], checkpoint)
+    return Plans(tuple(spaces), dict(pruned.most_common()), evaluated, plans, given)
 
 
 def _best(timed: Sequence[tuple[float, int, int]], top: int, searcher: _Searcher) -> list[Plan]:
