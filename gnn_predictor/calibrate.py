@@ -64,6 +64,8 @@ from gnn_predictor.features import featurize
 from gnn_predictor.metrics import error_figures
 from gnn_predictor.prediction import network_of, predict
 
+_NOTICEABLE = 0.005  # of a log factor
+
 
 @dataclass(frozen=True)
 class _Run:
@@ -261,7 +263,8 @@ def _free_output(name: str, base: Checkpoint) -> Path:
 def _save(result: Calibration, base: Checkpoint, output: Path) -> Path:
     config = base.config.model_copy(update={"name": f"{base.config.name}+calibration", "adapter": result.adapter})
     metrics = {"calibration": result.figures()}
-    path = save_checkpoint(output, Checkpoint(config, base.tensors, metrics), _card(result, base))
+    adapted = replace(base, config=config, metrics=metrics, blind=None)  # B3 is a baseline of the base
+    path = save_checkpoint(output, adapted, _card(result, base))
     if base.path is not None and (base.path / REFERENCE_FILE).exists():
         partial = path / f".{REFERENCE_FILE}"
         shutil.copyfile(base.path / REFERENCE_FILE, partial)
@@ -305,10 +308,12 @@ def _what_was_fitted(result: Calibration) -> list[str]:
         return ["No calibration: left-out runs are predicted no better with one; predictions stay as they are."]
     lines += [f"all times x {math.exp(adapter.log_offset):.3f}"]
     if adapter.mode == "offset":
-        lines.append("An offset only: factors for kinds of work predict left-out runs no better.")
+        lines.append("No factors for kinds of work: with them, left-out runs are predicted no better.")
     else:
         factors = {name: math.exp(value) for name, value in adapter.log_factors.items()}
         lines.append("times x " + ", ".join(f"{name} x {factor:.3f}" for name, factor in factors.items()))
+    if any(abs(each) > _NOTICEABLE for each in adapter.local):
+        lines.append("jobs like these runs, beside it, by up to x " + f"{math.exp(max(adapter.local, key=abs)):.3f}")
     if result.left_out is None:
         lines.append("Runs of one job: nothing can be left out, so the error on other jobs is unknown.")
     return lines

@@ -28,7 +28,7 @@ LEAST_ROWS = 10
 _MOST_JUDGED = 100  # rows of a draw
 GRID = tuple(
     Shrinkage(offset=offset, factors=factors, local=local)
-    for offset, factors, local in itertools.product((0.3, 1.0), (0.1, 0.3, 1.0, 10.0), (0.0, 1.0, 4.0))
+    for offset, factors, local in itertools.product((1.0, 3.0), (0.1, 0.3, 1.0, 10.0), (0.0, 1.0, 4.0))
 )
 
 
