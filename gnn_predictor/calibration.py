@@ -39,7 +39,7 @@ _MOST_LOG_FACTOR = 2.5
 _SETTLED = 1e-3
 # Leaving out is by job up to so many jobs; beyond, by as many folds of jobs.
 _MOST_FOLDS = 10
-_MOST_FOLDS_OF_MODE = 4
+_MOST_FOLDS_OF_MODE = 5
 # A mode with more to fit has to be clearly better on left-out runs than a simpler one.
 _CLEARLY_BETTER, _NOTICEABLE = 0.97, 1e-3
 
