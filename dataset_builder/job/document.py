@@ -124,7 +124,8 @@ def parse_document(raw: bytes, name: str) -> Any:
         raise JobError([f"byte {error.start}: not UTF-8 text; expected YAML"], name) from None
     except _Refused as error:
         raise JobError([str(error)], name) from None
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError, TypeError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError, TypeError, AttributeError, KeyError) as error:
+        # the last two: PyYAML's own constructors, where a tag such as !!timestamp stands before what is none
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise JobError([f"{where}not YAML: {getattr(error, 'problem', None) or error}"], name) from None

@@ -41,6 +41,7 @@ _HOSTILE: dict[str, bytes] = {
     "a huge exponent": b"batch: {seq_length: 1e999999999, micro_batch_size: 1, global_batch_size: 1}\n",
     "a python object": b"!!python/object/apply:os.system ['touch hacked']\n",
     "a python name": b"model: !!python/name:os.system\n",
+    "a tag that lies": b"parallel: {!!timestamp tensor: 2}\nmodel: !!bool maybe\n",
     "not UTF-8": b"model: \xff\xfe\n",
     "NUL bytes": b"model: \x00\n",
     "UTF-16": "model: {}\n".encode("utf-16"),
