@@ -35,14 +35,14 @@ def measured_cluster(world: World, sample_budget_s: float) -> dict[str, object]:
         for m, n, k in sizes:
             case = product(machine.device, fmt, m, n, k)
             world.wait()
-            seconds = world.slowest([watch.measure(case.make, case.moved_bytes).least_s])[0]
+            seconds = min(world.each(watch.measure(case.make, case.moved_bytes).least_s))
             peaks[fmt] = max(peaks.get(fmt, 0.0), case.flops / seconds)
         world.say(f"cluster: {fmt} {peaks[fmt] / 1e12:.4g} TFLOP/s")
     if "fp8_e4m3" in peaks:
         peaks["fp8_e5m2"] = peaks["fp8_e4m3"]
     world.wait()
     copied_bytes = _COPIED_BYTES[machine.device.type]
-    copied = world.slowest([watch.measure(_copy(machine.device, copied_bytes), copied_bytes).least_s])[0]
+    copied = min(world.each(watch.measure(_copy(machine.device, copied_bytes), copied_bytes).least_s))
     cluster: dict[str, object] = {
         "gpu": specification(machine, peaks, copied_bytes / copied),
         "num_nodes": world.size // world.ranks_per_node,
