@@ -31,8 +31,14 @@ class Examples:
     corpus_hash: str
 
     @property
-    def jobs(self) -> list[TrainingJob]:
-        return [run.job for run in self.measurements if run.job is not None]
+    def trusted(self) -> tuple[int, ...]:
+        """Row numbers of the runs that are learnt from."""
+        return tuple(row for row, run in enumerate(self.measurements) if not run.doubt)
+
+    @property
+    def trusted_jobs(self) -> list[TrainingJob]:
+        """Their jobs."""
+        return [job for row in self.trusted if (job := self.measurements[row].job) is not None]
 
 
 def load_examples(corpus: Corpus, max_runs: int | None, max_operators: int | None, blind: bool = False) -> Examples:
@@ -69,7 +75,8 @@ def _blind(job: TrainingJob) -> GraphArrays:
 
 def run_table(measurements: Sequence[RunMeasurement]) -> pd.DataFrame:
     """Labels and groups of runs, a row each."""
-    columns = ("run_id", "source_id", "gpu", "precision", "architecture", "job_group", "iter_time_s", "peak_mem_gb")
+    columns = ("run_id", "source_id", "gpu", "precision", "architecture", "job_group", "iter_time_s", "peak_mem_gb",
+               "doubt")  # fmt: skip
     table = pd.DataFrame({name: [getattr(run, name) for run in measurements] for name in columns})
     jobs = [run.job for run in measurements if run.job is not None]
     table["precision_label"] = [job.precision.label for job in jobs]

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +59,13 @@ ARCHITECTURES = ("decoder", "encoder", "encoder_decoder")
 OPTIMIZERS = ("adam", "adamw", "sgd", "lion", "adafactor", "muon", "lamb", "none")
 SHARDINGS = ("none", "zero1", "zero2", "zero3", "hsdp")
 DEVICE_FORMATS = ("fp32", "tf32", "fp16", "bf16", "fp8_e4m3", "mxfp8", "nvfp4")
-_SHARED_KINDS = tuple(kind for kind in KINDS if kind not in ("cast", "quantize", "copy", "reduction"))
+_FORMAT_KINDS = ("cast", "quantize", "copy", "reduction")  # kernels that are there because of a format
+_SHARED_KINDS = tuple(kind for kind in KINDS if kind not in _FORMAT_KINDS)
+_TILE_FEATURES, _GROUP_FEATURES, _WORK_FEATURES = 5, 4, 9
+_SHARED_FEATURES = len(KINDS) + len(PHASES) + len(AXES) + len(_OP_CLASSES) + 6 + 1 + _TILE_FEATURES + _GROUP_FEATURES
+JOB_FEATURES = _SHARED_FEATURES + _WORK_FEATURES  # leading columns of node_features that no format changes
+# Columns of node_features that say what a kernel does in its own formats.
+KERNEL_FEATURES = (*range(_SHARED_FEATURES), *range(JOB_FEATURES, JOB_FEATURES + len(_RECIPES) + _WORK_FEATURES))
 # Rough cost of launching one kernel from the host, only to scale the launch features (seconds).
 _TYPICAL_LAUNCH_S = 8e-6
 
@@ -68,7 +74,7 @@ _TYPICAL_LAUNCH_S = 8e-6
 class GraphArrays:
     """One job (or one measured operator) as arrays. N nodes, E edges, K distinct stages, S stages, M stage entries."""
 
-    node_features: FloatArray  # [N, node feature] all but the formats
+    node_features: FloatArray  # [N, node feature] JOB_FEATURES columns that no format changes, then the others
     format_features: FloatArray  # [N, format feature] properties of the input and the output format
     node_formats: IntArray  # [N, 2] index into FORMATS of input and output
     log_roofline_s: FloatArray  # [N]
@@ -102,7 +108,7 @@ def format_features(node: OpNode, device: DeviceSpec) -> list[float]:
 def _format_properties(name: str, device: DeviceSpec) -> list[float]:
     """A format's properties and this device's matrix peak for it, relative to its 16-bit peak."""
     bits, exponent, mantissa, block = _FORMAT_PROPERTIES[name]
-    reference = device.peak("bf16") if device.supports("bf16") else device.peak("fp16")
+    reference = device.peak(sixteen_bit_format(device))
     return [
         math.log2(bits) - 4, exponent / 8, mantissa / 10, math.log2(block + 1) / 5,
         math.log2(device.peak(name) / reference), float(device.supports(name)),
@@ -110,28 +116,68 @@ def _format_properties(name: str, device: DeviceSpec) -> list[float]:
 
 
 def node_features(node: OpNode, device: DeviceSpec, group: AxisGroup | None, roofline: float) -> list[float]:
-    """One node's features; see the names in each line."""
-    log = _log
-    compute_s = node.flops / device.peak(node.input_dtype)
-    memory_s = (node.bytes_read + node.bytes_written) / device.hbm_bytes_per_s
+    """One node's features: first what is the same in every format, then what its formats make of it."""
+    shared = [*_identity(node), *_tiles(node, device), *_group_features(group)]
+    neutral = in_16_bits(node, device)
+    return [
+        *shared,
+        *_work_features(neutral, device, roofline_s(neutral, device, group)),
+        *(float(name in node.op) for name in _RECIPES),
+        *_work_features(node, device, roofline),
+    ]
+
+
+def in_16_bits(node: OpNode, device: DeviceSpec) -> OpNode:
+    """The node as it would be with 16-bit inputs and outputs: its work without what its formats make of it."""
+    read, written = (_to_16_bits(name) for name in (node.input_dtype, node.output_dtype))
+    return replace(
+        node,
+        input_dtype=sixteen_bit_format(device),
+        bytes_read=node.bytes_read * read,
+        bytes_written=node.bytes_written * written,
+        message_bytes=node.message_bytes * read,
+    )
+
+
+def _to_16_bits(name: str) -> float:
+    return 1.0 if name in ("int64", "bool") else 2.0 / BYTES_PER_ELEMENT[name]
+
+
+def sixteen_bit_format(device: DeviceSpec) -> str:
+    """The 16-bit format of a device, bf16 where it has both."""
+    return "bf16" if device.supports("bf16") else "fp16"
+
+
+def _identity(node: OpNode) -> list[float]:
     one_hot = [float(node.kind == kind) for kind in KINDS] + [float(node.phase == phase) for phase in PHASES]
     one_hot += [float(node.axis == axis) for axis in AXES]
-    op_class = [float(name in node.op) for name in _OP_CLASSES] + [float(name in node.op) for name in _RECIPES]
-    work = [
+    sizes = [_log(size, 8) for size in (*node.shape[:6], *([0] * 6))[:6]]
+    return [*one_hot, *(float(name in node.op) for name in _OP_CLASSES), *sizes, _log(node.launches, 0)]
+
+
+def _work_features(node: OpNode, device: DeviceSpec, roofline: float) -> list[float]:
+    """Roofline, compute and memory seconds, FLOPs and bytes."""
+    log = _log
+    moved = node.bytes_read + node.bytes_written
+    compute_s, memory_s = node.flops / device.peak(node.input_dtype), moved / device.hbm_bytes_per_s
+    return [
         log(roofline, -9), log(compute_s, -9), log(memory_s, -9), log(compute_s / (memory_s + 1e-12), 0),
         log(node.flops, 20), log(node.bytes_read, 16), log(node.bytes_written, 16), log(node.message_bytes, 16),
-        log(node.launches, 0), log((node.bytes_read + node.bytes_written) / device.l2_bytes, 0),
+        log(moved / device.l2_bytes, 0),
     ]  # fmt: skip
-    sizes = [log(size, 8) for size in (*node.shape[:6], *([0] * 6))[:6]]
-    group_features = [log(group.size, 0), log(group.nodes, 0), log(group.ring_bytes_per_s, 24),
-                      log(group.link.latency_s, -12)] if group else [0.0] * 4  # fmt: skip
-    return [*one_hot, *op_class, *work, *sizes, *_tiles(node, device), *group_features]
+
+
+def _group_features(group: AxisGroup | None) -> list[float]:
+    if group is None:
+        return [0.0] * _GROUP_FEATURES
+    log = _log
+    return [log(group.size, 0), log(group.nodes, 0), log(group.ring_bytes_per_s, 24), log(group.link.latency_s, -12)]
 
 
 def _tiles(node: OpNode, device: DeviceSpec) -> list[float]:
     """How a matrix product fills the device: 128x128 output tiles per SM, the last wave's fill, and alignment."""
     if node.kind not in ("gemm", "grouped_gemm"):
-        return [0.0] * 5
+        return [0.0] * _TILE_FEATURES
     batch, m, n, k = node.shape[:4]
     tiles = batch * math.ceil(m / 128) * math.ceil(n / 128)
     waves = tiles / device.num_sms
@@ -185,10 +231,10 @@ def software_features(software: SoftwareStack, optimizer: str) -> list[float]:
 
 
 def workload_features(job: TrainingJob, layout: RankLayout, nodes: Sequence[_Located], total_s: float) -> list[float]:
-    """Sizes of the job and where its roofline time goes.
+    """Sizes of the job and where the roofline time of its work in 16 bits goes.
 
-    Nothing here names a format: how a format changes a job's time is for the nodes to say, where operators measured in
-    that format teach it even when no run was.
+    Nothing here depends on a format: how a format changes a job's time is for the kernels to say, where operators
+    measured in that format teach it even when no run was.
     """
     log = math.log2
     model, batch = job.model, job.batch
@@ -220,7 +266,7 @@ def workload_features(job: TrainingJob, layout: RankLayout, nodes: Sequence[_Loc
 
 @dataclass(frozen=True)
 class _Located:
-    """A node, its roofline and how often the busiest stage runs it in one iteration."""
+    """A node, its roofline in 16 bits and how often the busiest stage runs it in one iteration."""
 
     node: OpNode
     roofline_s: float
@@ -239,6 +285,7 @@ class _NodeColumns:
     format_features: FloatArray  # [format feature]
     formats: tuple[int, int]
     roofline_s: float
+    neutral_roofline_s: float  # with 16-bit inputs and outputs
     slot: int
 
 
@@ -250,6 +297,7 @@ def _node_columns(node: OpNode, device: DeviceSpec, group: AxisGroup | None) -> 
         format_features=np.array(format_features(node, device), dtype=np.float32),
         formats=(_FORMAT_INDEX[node.input_dtype], _FORMAT_INDEX[node.output_dtype]),
         roofline_s=seconds,
+        neutral_roofline_s=roofline_s(in_16_bits(node, device), device, group),
         slot=_slot(node),
     )
 
@@ -266,13 +314,14 @@ def featurize(job: TrainingJob, graph: TrainingGraph, layout: RankLayout) -> Gra
     weight = classes[entry_class, entry_node]
     launches = np.array([node.launches for node in graph.nodes])
     per_iteration = [1 if node.per == "iteration" else layout.num_microbatches for node in graph.nodes]
-    busiest = (classes * np.array(per_iteration) * np.array(rooflines)).sum(axis=1).argmax()
+    neutral = [column.neutral_roofline_s for column in columns]
+    busiest = (classes * np.array(per_iteration) * np.array(neutral)).sum(axis=1).argmax()
     located = [
         _Located(node, seconds, times * number)
         for node, seconds, times, number in zip(
-            graph.nodes, rooflines, classes[busiest].tolist(), per_iteration, strict=True
+            graph.nodes, neutral, classes[busiest].tolist(), per_iteration, strict=True
         )
-        if times
+        if times and node.kind not in _FORMAT_KINDS
     ]
     total_s = sum(item.roofline_s * item.weight for item in located)
     cluster = job.cluster
@@ -388,7 +437,7 @@ def _feature_hash() -> str:
     """Identifies the meaning of every input column; a checkpoint of another meaning is refused."""
     names = (KINDS, PHASES, AXES, EDGE_KINDS, SLOTS, _FORMAT_PROPERTIES, _RECIPES, _OP_CLASSES,
              FRAMEWORKS, OPERATOR_SOURCES, ARCHITECTURES, OPTIMIZERS, SHARDINGS, DEVICE_FORMATS,
-             sorted(BYTES_PER_ELEMENT), _NETWORK_INPUTS)  # fmt: skip
+             sorted(BYTES_PER_ELEMENT), JOB_FEATURES, KERNEL_FEATURES, _NETWORK_INPUTS)  # fmt: skip
     return hashlib.sha256(repr(names).encode()).hexdigest()[:16]
 
 

@@ -151,13 +151,19 @@ def evaluation_metrics(predictions: pd.DataFrame) -> dict[str, Any]:
 
 
 def operator_figures(operators: pd.DataFrame) -> dict[str, Any]:
-    """Errors on operators (``latency_s``, ``predicted_s``), over all and by kind, format, source and GPU."""
+    """Errors on operators (``latency_s``, ``predicted_s``): all, by kind, format, source, GPU, and format of a kind."""
     figures: dict[str, Any] = error_figures(operators["latency_s"], operators["predicted_s"])
     for column, key in (("kind", "kind"), ("dtype", "dtype"), ("source_id", "source"), ("gpu", "gpu")):
-        figures[f"by_{key}"] = {
-            str(name): error_figures(part["latency_s"], part["predicted_s"]) for name, part in operators.groupby(column)
-        }
+        figures[f"by_{key}"] = _operators_by(operators, column)
+    for kind, part in operators.groupby("kind"):
+        figures["by_kind"][str(kind)]["by_dtype"] = _operators_by(part, "dtype")
     return figures
+
+
+def _operators_by(operators: pd.DataFrame, column: str) -> dict[str, dict[str, Any]]:
+    return {
+        str(name): error_figures(part["latency_s"], part["predicted_s"]) for name, part in operators.groupby(column)
+    }
 
 
 def error_figures(measured: ArrayLike, predicted: ArrayLike) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gnn_predictor.batch import GraphBatch
 from gnn_predictor.event_order import last_to_step
-from gnn_predictor.features import EDGE_KINDS, FORMATS, NUM_SLOTS, SLOTS, GraphArrays
+from gnn_predictor.features import EDGE_KINDS, FORMATS, JOB_FEATURES, KERNEL_FEATURES, NUM_SLOTS, SLOTS, GraphArrays
 from gnn_predictor.schedule import TIMES, DifferentiableMakespan
 
 
@@ -156,7 +156,7 @@ class KernelStream(nn.Module):
 
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
-        inputs = config.node_features + config.format_features + 2 * config.format_embedding
+        inputs = len(KERNEL_FEATURES) + config.format_features + 2 * config.format_embedding
         self.inputs = nn.Linear(inputs, config.hidden)
         self.condition = nn.Linear(config.context, 2 * config.hidden)
         self.body = nn.Sequential(
@@ -185,7 +185,7 @@ class Predictor(nn.Module):
         hidden, context = config.hidden, config.context
         self.format = nn.Embedding(len(FORMATS), config.format_embedding)
         self.kernel = KernelStream(config)
-        self.encode = _mlp(config.node_features, hidden, hidden)
+        self.encode = _mlp(JOB_FEATURES, hidden, hidden)
         self.hardware = _mlp(config.hardware_features, context, context)
         self.device = nn.Embedding(len(config.devices) + 1, context)
         self.software = nn.Linear(config.software_features, context)
@@ -204,6 +204,7 @@ class Predictor(nn.Module):
         assert isinstance(last, nn.Linear)
         nn.init.normal_(last.weight, std=0.02)
         nn.init.zeros_(self.device.weight)
+        nn.init.zeros_(self.format.weight)
         nn.init.normal_(self.graph_readout.weight, std=0.02)
         with torch.no_grad():
             last.bias.copy_(torch.tensor([0.5, 0.5, 0.0]))
@@ -246,11 +247,11 @@ class Predictor(nn.Module):
         formats = self.format(batch.node_formats).flatten(1)
         formats = formats * self._keep(len(formats), self.config.format_dropout)
         node = _scaled(batch.node_features, self.node_scale)
-        h = self.encode(node)
+        h = self.encode(node[:, :JOB_FEATURES])
         for layer in self.rounds:
             h = layer(h, context, batch)
         slowdown, exposure, launch = self.readout(h).unbind(-1)
-        kernel_inputs = torch.cat([node, batch.format_features, formats], dim=-1)
+        kernel_inputs = torch.cat([node[:, KERNEL_FEATURES], batch.format_features, formats], dim=-1)
         kernel_slowdown, kernel_launch = self.kernel(kernel_inputs, self._hardware(batch), batch).unbind(-1)
         slowdown, launch = slowdown + kernel_slowdown, launch + kernel_launch
         host, overhead, spread, kernel = self.graph_readout(context).unbind(-1)

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import numpy as np
 import pandas as pd
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -61,7 +62,14 @@ from gnn_predictor.fitting import FitSettings
 from gnn_predictor.interval import Interval
 from gnn_predictor.memory_fit import learn_memory
 from gnn_predictor.network import Ensemble, NetworkConfig
-from gnn_predictor.protocols import NAMES, Protocol, interval_of, protocol_metrics, protocol_splits
+from gnn_predictor.protocols import (
+    NAMES,
+    Protocol,
+    doubtful_figures,
+    interval_of,
+    protocol_metrics,
+    protocol_splits,
+)
 from gnn_predictor.tracking import Tracker
 from gnn_predictor.widening import joined, left_out_half_widths, read_held_out, write_held_out
 
@@ -124,13 +132,15 @@ def run_training(settings: Settings) -> Path:
             histories |= fit_all([*blind, *final_blind], blind_shop)
         _log_histories(tracker, histories, settings.fit.epochs)
         held_out = {protocol.name: protocol.held_out() for protocol in protocols}
+        trusted = {name: rows[rows["doubt"] == ""].reset_index(drop=True) for name, rows in held_out.items()}
         # Rows of networks that are about to be replaced say nothing of the new ones.
         there = read_held_out(Path(settings.output)) if not final else read_held_out(None)
-        known = joined(there, list(held_out.values()))
+        known = joined(there, list(trusted.values()))
         metrics: dict[str, Any] = {}
         shrinkage = None
         for protocol in protocols:
-            metrics[protocol.name] = protocol_metrics(protocol, held_out[protocol.name], examples, known)
+            metrics[protocol.name] = protocol_metrics(protocol, trusted[protocol.name], examples, known)
+            metrics[protocol.name]["doubtful"] = doubtful_figures(held_out[protocol.name])
             if protocol.name == "P5":
                 half_width = left_out_half_widths(known, "P5", Interval().level)
                 metrics["P5"]["calibrated"], shrinkage = protocol.calibrated(examples, half_width)
@@ -152,7 +162,7 @@ def _identity(config: NetworkConfig, examples: Examples) -> str:
 
 
 def _final_tasks(settings: Settings, examples: Examples) -> list[FitTask]:
-    runs, operators = tuple(range(len(examples.runs))), tuple(range(len(examples.operators)))
+    runs, operators = examples.trusted, tuple(range(len(examples.operators)))
     return [
         FitTask(f"final.{member}", replace(settings.fit, seed=settings.fit.seed + member), runs, operators)
         for member in range(settings.members)
@@ -193,8 +203,8 @@ def _write(
             corpus_hash=examples.corpus_hash,
             name=settings.name,
             network=asdict(config),
-            domain=domain_of(examples.jobs),
-            training={"fit": asdict(settings.fit), "members": settings.members, "runs": len(examples.runs)},
+            domain=domain_of(examples.trusted_jobs),
+            training={"fit": asdict(settings.fit), "members": settings.members, "runs": len(examples.trusted_jobs)},
             interval=interval_of(known, Interval()),
             memory=memory,
         )
@@ -213,11 +223,12 @@ def _write(
     if weights.shrinkage is not None:
         description = checkpoint.config.model_copy(update={"shrinkage": weights.shrinkage})
         checkpoint = replace(checkpoint, config=description)
-    labels = examples.runs.table["precision_label"].tolist()
-    points = TrainingPoints.of(examples.runs.graphs, labels, checkpoint.config.domain.precisions)
+    learnt = examples.runs.select(np.array(examples.trusted, dtype=np.int64))
+    labels = learnt.table["precision_label"].tolist()
+    points = TrainingPoints.of(learnt.graphs, labels, checkpoint.config.domain.precisions)
     checkpoint = replace(checkpoint, points=points)
     path = save_checkpoint(settings.output, checkpoint, model_card(checkpoint))
-    write_reference(list(examples.reference), path)
+    write_reference([examples.reference[row] for row in examples.trusted], path)
     write_held_out(known, path)
     return path
 

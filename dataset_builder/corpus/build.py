@@ -35,7 +35,7 @@ from dataset_builder.job.schema import attention_kernel, has_fused_kernels
 from dataset_builder.tracing.graph import TrainingGraph
 from dataset_builder.tracing.trace import build_graph
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 TABLES = ("runs", "graphs", "nodes", "edges", "repeats", "stages", "ops")
 
 

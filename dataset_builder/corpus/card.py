@@ -30,6 +30,7 @@ _RUN_COLUMNS = """
 | measured_field, derivation | | what the source reported and how iter_time_s follows from it; never a feature |
 | notes | | free text and key=value pairs: assumptions, kernel and overlap flags |
 | job_group | | rows of one job share it: never split a group between training and test |
+| label_flags | | remarks on the measured time itself: why it may not be learnt from; never a feature |
 """
 _OP_COLUMNS = """
 | column | unit | meaning |

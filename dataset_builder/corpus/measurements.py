@@ -24,6 +24,7 @@ from dataset_builder.corpus.job_row import JOB_COLUMNS, REQUIRED_COLUMNS, SIZE_C
 from dataset_builder.corpus.operators import OperatorError, OperatorRow, operator_node
 from dataset_builder.corpus.run_jobs import job_mapping
 from dataset_builder.corpus.spellings import precision_name
+from dataset_builder.corpus.trust import FLAG_COLUMNS, doubt
 from dataset_builder.job.errors import JobError
 from dataset_builder.job.hardware import DeviceSpec
 from dataset_builder.job.schema import TrainingJob
@@ -31,10 +32,10 @@ from dataset_builder.tracing.graph import OpNode
 from dataset_builder.tracing.layout import AxisGroup, rank_layout
 
 LABEL_COLUMNS = (
-    "label_info", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct", "hfu_pct", "samples_per_s", "measured_field",
+    *FLAG_COLUMNS, "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct", "hfu_pct", "samples_per_s", "measured_field",
     "derivation",
 )  # fmt: skip
-"""Figures computed from the measured time, or about how it was: never read."""
+"""Figures computed from the measured time, or about how it was: no job is built from them."""
 
 MemoryMeter = Literal["allocator", "last_rank", "device"]
 """What a source's peak memory is: the allocator's peak (``torch.cuda.max_memory_allocated``) on the fullest rank or on
@@ -60,6 +61,7 @@ class RunMeasurement:
     job: TrainingJob | None
     reason: str
     assumed: tuple[str, ...]
+    doubt: str = ""  # why its time is not learnt from (see trust)
 
     @property
     def is_timed(self) -> bool:
@@ -111,10 +113,13 @@ def read_runs(path: str | Path) -> list[RunMeasurement]:
     table = read_table(path)
     if missing := _missing_columns(table):
         raise JobError([f"column {column!r} is missing" for column in missing], source=str(path))
-    table = table.drop(columns=[column for column in LABEL_COLUMNS if column in table.columns])
     columns = [str(column) for column in table.columns]
-    rows = table.itertuples(index=False, name=None)
-    return [_run(dict(zip(columns, row, strict=True)), number) for number, row in enumerate(rows)]
+    rows = (dict(zip(columns, row, strict=True)) for row in table.itertuples(index=False, name=None))
+    return [_run(_without_label_columns(row), number, doubt(row)) for number, row in enumerate(rows)]
+
+
+def _without_label_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {column: value for column, value in row.items() if column not in LABEL_COLUMNS}
 
 
 def _missing_columns(table: pd.DataFrame) -> list[str]:
@@ -127,7 +132,7 @@ def _missing_columns(table: pd.DataFrame) -> list[str]:
     return [column for column in (*needed, "iter_time_s") if column not in columns]
 
 
-def _run(row: Mapping[str, Any], number: int) -> RunMeasurement:
+def _run(row: Mapping[str, Any], number: int, doubtful: str) -> RunMeasurement:
     inputs = {column: row.get(column) for column in JOB_COLUMNS}
     job, reason, assumed = build_job(inputs)
     text = {key: _text(row.get(key)) for key in ("run_id", "source_id", "gpu", "precision", "arch", "job_group")}
@@ -144,6 +149,7 @@ def _run(row: Mapping[str, Any], number: int) -> RunMeasurement:
         job=job,
         reason=reason,
         assumed=assumed,
+        doubt=doubtful,
     )
 
 

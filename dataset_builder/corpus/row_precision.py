@@ -29,6 +29,9 @@ def row_precision(row: JobRow) -> dict[str, Any]:
         policy["preset"] = f"{name}_mixed"  # the source calls it pure, but its optimizer keeps fp32 master weights
     low = "fp16" if policy["preset"].startswith("fp16") else "bf16"
     policy["params"] = low if row.defaults.sixteen_bit_params else "fp32"
+    if _is_apex_o2(row, name):
+        policy |= {"params": "fp16", "grad_accum": "fp16", "grad_reduce": "fp16"}
+        row.assume("precision: apex AMP at level O2, 16-bit weights and gradients with fp32 master weights")
     if name == "fp8_mixed":
         policy["linear"] = _fp8_recipe(row)
     elif name == "mxfp8" and "mxfp8" not in row_device(row).peak_flops_per_s:
@@ -54,6 +57,16 @@ def row_precision(row: JobRow) -> dict[str, Any]:
     if row.framework == "llm-foundry":  # FSDP gathers in the compute format and reduces in it only under PURE
         policy |= {"param_gather": low, "grad_reduce": low if "PURE" in row.detail else "fp32"}
     return policy
+
+
+def _is_apex_o2(row: JobRow, precision: str) -> bool:
+    """NVIDIA's PyTorch examples of 2019 to 2022 run fp16 through ``amp.initialize(opt_level="O2")``.
+
+    (NVIDIA/DeepLearningExamples, BERT run_squad.py and run_pretraining.py, Transformer-XL train.py; BART's Lightning
+    trainer uses native autocast.)
+    """
+    framework = row.text("framework") or ""
+    return precision == "fp16_mixed" and framework.startswith("pytorch (DLE") and "BART" not in framework
 
 
 def _precision_name(row: JobRow) -> str:
@@ -94,9 +107,9 @@ def row_software(row: JobRow) -> dict[str, Any]:
 
 def _attention_kernel(row: JobRow) -> str | None:
     kernel = (row.text("attention") or "").lower()
-    if kernel.startswith(("naive", "fmha", "te:unfused", "unfused")):
+    if kernel.startswith(("naive", "te:unfused", "unfused")):
         return "unfused"
-    if kernel == "te" or kernel.startswith(("flash", "te:flash", "te:fused", "fused")):
+    if kernel == "te" or kernel.startswith(("flash", "fmha", "te:flash", "te:fused", "fused")):
         return "flash"
     if not kernel and row.defaults.attention:
         row.assume(f"attention: not stated, {row.defaults.attention} as {row.framework or 'plain PyTorch'} does")

@@ -1,13 +1,14 @@
 """Which measurements may be learnt from and which are kept for the test: always whole groups, never single rows.
 
 P1 unseen jobs (folds by ``job_group``), P2 unseen precision, P3 the same with that format's operator rows left out,
-P4 unseen GPU, P5 unseen source, P6 pairs of runs that differ only in precision.
+P4 unseen GPU, P5 unseen source, P6 pairs of runs that differ only in precision. Runs in doubt are tested, never learnt
+from.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,6 +27,8 @@ class Run(Protocol):
     def precision(self) -> str: ...
     @property
     def job_group(self) -> str: ...
+    @property
+    def doubt(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ OP_DTYPES_OF_PRECISION: dict[str, tuple[str, ...]] = {
     "bf16_mixed": ("bf16",), "fp8_mixed": ("fp8_e4m3", "fp8_e5m2"), "mxfp8": ("mxfp8",), "nvfp4": ("nvfp4",),
 }  # fmt: skip
 
+_FEW_RUNS = 10
+
 
 def fold_of(group: str, folds: int, seed: int = 0) -> int:
     """The fold a group is in: the same on every machine, uniform over groups."""
@@ -53,12 +58,12 @@ def fold_of(group: str, folds: int, seed: int = 0) -> int:
 def unseen_jobs(runs: Sequence[Run], folds: int = 5, seed: int = 0) -> list[Split]:
     """P1: ``folds`` splits; a job's rows are all on one side."""
     fold = [fold_of(run.job_group, folds, seed) for run in runs]
-    return [_split(f"P1-{number}", fold, number) for number in range(folds)]
+    return [_split(f"P1-{number}", runs, [number == own for own in fold]) for number in range(folds)]
 
 
-def _split(name: str, fold: Sequence[int], test: int) -> Split:
-    train = tuple(index for index, number in enumerate(fold) if number != test)
-    return Split(name, train, tuple(index for index, number in enumerate(fold) if number == test))
+def _split(name: str, runs: Sequence[Run], is_test: Sequence[bool]) -> Split:
+    train = tuple(i for i, run in enumerate(runs) if not is_test[i] and not run.doubt)
+    return Split(name, train, tuple(i for i, tested in enumerate(is_test) if tested))
 
 
 def unseen_precision(runs: Sequence[Run], hide_operators: bool = False) -> list[Split]:
@@ -70,7 +75,7 @@ def unseen_precision(runs: Sequence[Run], hide_operators: bool = False) -> list[
     name = "P3" if hide_operators else "P2"
     splits = []
     for precision in sorted({run.precision for run in runs}):
-        train = tuple(index for index, run in enumerate(runs) if run.precision != precision)
+        train = tuple(i for i, run in enumerate(runs) if run.precision != precision and not run.doubt)
         seen = {runs[index].source_id for index in train}
         test = tuple(i for i, run in enumerate(runs) if run.precision == precision and run.source_id in seen)
         if test and train:
@@ -80,23 +85,21 @@ def unseen_precision(runs: Sequence[Run], hide_operators: bool = False) -> list[
 
 
 def unseen_gpu(runs: Sequence[Run]) -> list[Split]:
-    """P4: every run on one GPU model is the test."""
-    return _leave_one_out("P4", [run.gpu for run in runs])
+    """P4: every run on one GPU model is the test; models with fewer than ten runs leave together, if others stay."""
+    count = Counter(run.gpu for run in runs)
+    rare = {gpu for gpu, number in count.items() if number < _FEW_RUNS}
+    together = rare if len(rare) < len(count) else set()
+    return _leave_one_out("P4", runs, ["rare" if run.gpu in together else run.gpu for run in runs])
 
 
 def unseen_source(runs: Sequence[Run]) -> list[Split]:
     """P5: every run of one source (another lab's stack and cluster) is the test."""
-    return _leave_one_out("P5", [run.source_id for run in runs])
+    return _leave_one_out("P5", runs, [run.source_id for run in runs])
 
 
-def _leave_one_out(name: str, keys: Sequence[str]) -> list[Split]:
-    splits = []
-    for left_out in sorted(set(keys)):
-        test = tuple(index for index, key in enumerate(keys) if key == left_out)
-        train = tuple(index for index, key in enumerate(keys) if key != left_out)
-        if train:
-            splits.append(Split(f"{name}-{left_out}", train, test))
-    return splits
+def _leave_one_out(name: str, runs: Sequence[Run], keys: Sequence[str]) -> list[Split]:
+    splits = [_split(f"{name}-{left_out}", runs, [key == left_out for key in keys]) for left_out in sorted(set(keys))]
+    return [split for split in splits if split.train]
 
 
 def precision_pairs(runs: Sequence[Run], key_of: Sequence[str]) -> list[tuple[int, int]]:

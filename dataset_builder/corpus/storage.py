@@ -112,7 +112,7 @@ class StoredGraphs:
 _RUN_TYPES: dict[str, pa.DataType] = {
     "run_id": pa.string(), "source_id": _TEXT, "gpu": _TEXT, "precision": _TEXT, "architecture": _TEXT,
     "job_group": pa.string(), "iter_time_s": pa.float64(), "peak_mem_gb": pa.float64(),
-    "assumed": pa.list_(pa.string()), "job": pa.string(), "graph": pa.int32(),
+    "doubt": pa.string(), "assumed": pa.list_(pa.string()), "job": pa.string(), "graph": pa.int32(),
 }  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def run_table(runs: Sequence[RunMeasurement], graph_of: Sequence[int]) -> pa.Tab
     for run, graph in zip(runs, graph_of, strict=True):
         assert run.job is not None
         job = run.job.model_dump_json(exclude_none=True)
-        records.append((*_fields(run, list(_RUN_TYPES)[:8]), list(run.assumed), job, graph))
+        records.append((*_fields(run, list(_RUN_TYPES)[:9]), list(run.assumed), job, graph))
     return _table(_RUN_TYPES, records)
 
 

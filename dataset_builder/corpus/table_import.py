@@ -2,7 +2,8 @@
 
 In: ``runs.csv`` and ``ops.parquet`` of the shared measurement schema. Out, in a directory: ``runs.parquet`` and
 ``ops.parquet`` in the project's schema (columns below, source, licence and derivation on every row), a card and
-Croissant metadata. Figures computed from the measured time (TFLOP/s, MFU, tokens/s) are left behind.
+Croissant metadata. Figures computed from the measured time (TFLOP/s, MFU, tokens/s) are left behind; of the remarks on
+it only the flags are kept.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 
 from dataset_builder.corpus.card import croissant, tables_card
 from dataset_builder.corpus.measurements import read_table
+from dataset_builder.corpus.trust import label_flags
 from dataset_builder.job.errors import JobError
 
 RUN_COLUMNS = (
@@ -24,7 +26,7 @@ RUN_COLUMNS = (
     "kv_heads", "head_dim", "vocab", "seq_len", "num_experts", "top_k", "gated_mlp", "tied_embeddings", "tp", "pp",
     "dp", "cp", "ep", "vpp", "sequence_parallel", "sharding", "micro_batch", "global_batch", "grad_accum",
     "precision", "precision_detail", "act_ckpt", "attention", "compile", "optimizer", "iter_time_s", "peak_mem_gb",
-    "measured_field", "derivation", "notes", "job_group",
+    "measured_field", "derivation", "notes", "job_group", "label_flags",
 )  # fmt: skip
 OP_COLUMNS = (
     "op_id", "source_id", "source", "license", "gpu", "op", "op_detail", "direction", "dtype", "dtype_out", "b", "m",
@@ -42,6 +44,8 @@ def import_tables(runs: str | Path, ops: str | Path, output: str | Path) -> None
     tables = {"runs": read_table(runs), "ops": read_table(ops)}
     if "derivation" not in tables["ops"].columns:
         tables["ops"]["derivation"] = _derivation(tables["ops"])
+    if "label_info" in tables["runs"].columns:
+        tables["runs"]["label_flags"] = tables["runs"]["label_info"].fillna("").astype(str).map(label_flags)
     for (name, table), columns in zip(tables.items(), (RUN_COLUMNS, OP_COLUMNS), strict=True):
         missing = [column for column in columns if column not in table.columns]
         if missing:

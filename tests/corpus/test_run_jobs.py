@@ -161,7 +161,7 @@ def test_mxfp8_without_the_hardware_is_block_scaled() -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "expected"),
-    [("naive", "unfused"), ("te:unfused", "unfused"), ("fmha", "unfused"), ("flash2", "flash"), ("te", "flash"),
+    [("naive", "unfused"), ("te:unfused", "unfused"), ("fmha", "flash"), ("flash2", "flash"), ("te", "flash"),
      ("te:flash", "flash"), ("te:auto", None)],
 )  # fmt: skip
 def test_attention_kernels(kernel: str, expected: str | None) -> None:

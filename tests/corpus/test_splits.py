@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +24,7 @@ class Row:
     gpu: str
     precision: str
     job_group: str
+    doubt: str = ""
 
 
 rows = st.lists(
@@ -53,6 +54,14 @@ def test_unseen_jobs_cover_every_row_once_and_split_no_group(runs: list[Row]) ->
     for split in splits:
         assert not {runs[i].job_group for i in split.train} & {runs[i].job_group for i in split.test}
         assert len(split.train) + len(split.test) == len(runs)
+
+
+@given(rows, st.sets(st.integers(0, 39)))
+def test_a_time_in_doubt_is_tested_but_never_learnt_from(runs: list[Row], doubtful: set[int]) -> None:
+    runs = [replace(run, doubt="noisy") if index in doubtful else run for index, run in enumerate(runs)]
+    for split in (*unseen_jobs(runs), *unseen_precision(runs), *unseen_gpu(runs), *unseen_source(runs)):
+        assert not any(runs[index].doubt for index in split.train)
+    assert sorted(index for split in unseen_jobs(runs) for index in split.test) == list(range(len(runs)))
 
 
 @given(rows)

@@ -32,7 +32,7 @@ def test_the_released_card_quotes_the_released_figures() -> None:
 
 def test_figures_stand_beside_the_baselines_and_missing_ones_are_dashes() -> None:
     *_, row = figures({"P1": _P1, "operators": {}}).splitlines()
-    assert row == "| P1 unseen jobs | 4,000 | 8.0% | 4.0% | - | 60.0% |"
+    assert row == "| P1 unseen jobs | 4,000 | 8.0% | 4.0% | - | - | 60.0% |"
 
 
 def test_a_card_of_an_unevaluated_checkpoint_says_so() -> None:

@@ -90,7 +90,7 @@ def test_a_hostile_job_file_is_refused_in_little_memory(name: str, tmp_path: Pat
     assert code == 2
     assert error.startswith(str(file))
     assert memory_mb < 200
-    assert len(error) < 20_000
+    assert len(error.replace(str(file), "")) < 20_000
     assert list(tmp_path.iterdir()) == [file]  # nothing was run
 
 

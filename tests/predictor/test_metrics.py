@@ -108,6 +108,7 @@ def test_operator_figures_by_hand() -> None:
     figures = metrics.operator_figures(operators)
     assert figures["mape_percent"] == pytest.approx(10.0)
     assert figures["by_kind"]["gemm"]["mape_percent"] == pytest.approx(15.0)
+    assert sum(each["count"] for each in figures["by_kind"]["gemm"]["by_dtype"].values()) == 2
     assert figures["by_dtype"]["fp8_e4m3"]["signed_mean_percent"] == pytest.approx(-20.0)
     assert figures["by_source"]["b"]["count"] == 1
 

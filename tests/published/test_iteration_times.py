@@ -5,6 +5,7 @@ Case numbers are of public reports, named in the job files. Where a report state
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,13 @@ def _predict(jobs: Path, name: str, checkpoint: Checkpoint, **changes: Any) -> P
     ("name", "changes", "measured_s"),
     [
         pytest.param("c02-gpt-7b-tp4", {}, 1.115, id="C02 H100"),
-        # Two stacks that no training run had, large deterministic jobs on A100 and compiled nanoGPT: the released
-        # predictor misses both. Strict: the marks must go as soon as a release holds them.
+        pytest.param("c02-gpt-7b-tp4", _A100, 2.59, id="C02 A100"),
+        # The released predictor misses two: deterministic jobs on GB200, of which it learnt small ones, and compiled
+        # nanoGPT, a stack that no training run had. Strict: the marks must go as soon as a release holds them.
+        pytest.param("c03-gpt2-124m", {}, 0.562, id="C03", marks=pytest.mark.xfail(strict=True, reason="32% low")),
         pytest.param(
-            "c02-gpt-7b-tp4", _A100, 2.59, id="C02 A100", marks=pytest.mark.xfail(strict=True, reason="22% high")
+            "c02-gpt-7b-tp4", _GB200, 0.853, id="C02 GB200", marks=pytest.mark.xfail(strict=True, reason="22% low")
         ),
-        pytest.param("c03-gpt2-124m", {}, 0.562, id="C03", marks=pytest.mark.xfail(strict=True, reason="25% low")),
-        pytest.param("c02-gpt-7b-tp4", _GB200, 0.853, id="C02 GB200"),
         pytest.param("gpt-22b", {}, 1.42, id="GPT 22B, full recomputation"),
         pytest.param(
             "gpt-22b",
@@ -112,7 +113,9 @@ def test_c29_the_iteration_follows_the_longest_stage(jobs: Path, released: Check
     ]  # fmt: skip
     longest = [max(stage.total_s for stage in prediction.stages) for prediction in predictions]
     times = [prediction.iteration_time_s for prediction in predictions]
-    assert sorted(range(4), key=longest.__getitem__) == sorted(range(4), key=times.__getitem__)
+    ramp = 1 + 7 / 128  # 128 microbatches of the longest stage, and at most 7 more through the other stages
     for prediction, stage_s in zip(predictions, longest, strict=True):
-        # 128 microbatches of the longest stage, and the pipeline's ramp of at most 7 more
-        assert stage_s <= prediction.iteration_time_s <= stage_s * (1 + 7 / 128) * 1.01
+        assert stage_s <= prediction.iteration_time_s <= stage_s * ramp * 1.01
+    decided = [(i, j) for i, j in itertools.permutations(range(4), 2) if longest[i] > longest[j] * ramp]
+    assert len(decided) >= 5
+    assert all(times[i] > times[j] for i, j in decided)
