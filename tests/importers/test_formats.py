@@ -161,7 +161,8 @@ READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
         "model.num_layers": 32, "model.vocab_size": 128256, "batch.seq_length": 2048, "batch.micro_batch_size": 1,
         "batch.global_batch_size": 32, "parallel.tensor": 2, "parallel.data": 8, "parallel.sharding": "hsdp",
         "parallel.shard_size": 4, "parallel.recompute.mode": "full", "precision.preset": "bf16_mixed",
-        "cluster.num_nodes": 2, "cluster.gpus_per_node": 8, "software.attention": "flash"}),
+        "precision.grad_reduce": "bf16", "precision.param_gather": "bf16", "cluster.num_nodes": 2,
+        "cluster.gpus_per_node": 8, "software.attention": "flash"}),
     "LLaMA-Factory: adapters": ("llama_factory.yaml", _GPUS, {
         "model.num_layers": 28, "model.lora.rank": 8, "model.lora.targets": "attention_and_mlp",
         "batch.seq_length": 4096, "batch.micro_batch_size": 2, "batch.global_batch_size": 128,

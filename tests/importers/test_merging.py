@@ -75,6 +75,38 @@ def test_a_file_wins_over_the_one_that_it_extends() -> None:
     assert "qwen_base.yaml" in " ".join(files_of("primus_model.yaml").warnings)
 
 
+def test_a_deepspeed_file_may_not_contradict_the_launcher_that_names_it(tmp_path: Path) -> None:
+    """accelerate and the Hugging Face trainer stop there too; to change it is no inheritance."""
+    launcher = write(tmp_path / "accelerate.yaml", {
+        "distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"},
+        "num_machines": 1, "num_processes": 8, "mixed_precision": "fp16", "machine_rank": 0,
+    })  # fmt: skip
+    engine = write(tmp_path / "ds.json", {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}})
+    files = ImportedFiles.read([str(launcher), str(engine), str(_FILES / "llama_config.json")])
+    with pytest.raises(JobError, match=r"precision.preset: 'fp16_mixed' in accelerate.yaml.*'bf16_mixed' in ds.json"):
+        files.merged(_RUN)
+    job = files.merged({**_RUN, "precision.preset": "fp16_mixed"}).job.resolved()
+    assert (job.precision.params, job.precision.grad_reduce) == ("fp16", "fp16")  # nothing of bf16 is left
+
+
+def test_another_preset_keeps_what_a_file_states_beside_its_own() -> None:
+    changed = imported("megatron_fp8.sh", settings=_RUN, precision__preset="bf16_mixed")
+    stated = imported("megatron_fp8.sh", settings=_RUN).job.precision
+    assert changed.job.precision.grad_reduce == stated.grad_reduce == "bf16"  # --grad-reduce-in-bf16
+    assert changed.job.precision.linear == "same"
+    replaced = imported("megatron_fp8.sh", settings=_RUN, precision="bf16_mixed")
+    assert any("replaces all of it, " in line and "grad_reduce bf16" in line for line in replaced.warnings)
+
+
+def test_a_loss_that_keeps_no_logits_is_named(tmp_path: Path) -> None:
+    content = yaml.safe_load((_FILES / "axolotl.yaml").read_text())
+    for switch in ({"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]},
+                   {"liger_fused_linear_cross_entropy": True}):  # fmt: skip
+        path = write(tmp_path / "axolotl.yaml", {**content, **switch})
+        assert any("keeps no logits" in line for line in ImportedFiles.read([str(path)]).warnings)
+    assert not any("keeps no logits" in line for line in files_of("axolotl.yaml").warnings)
+
+
 def test_auto_is_asked_for_by_name_with_the_flag_that_supplies_it() -> None:
     """Case C31: one message that lists every open field."""
     reasons = refused("deepspeed_auto.json")

@@ -72,10 +72,7 @@ def _read_fsdp(draft: Draft) -> None:
     else:
         name = "zero2" if reshard is False else "zero3"
         draft.state("parallel.sharding", name, f"{block}.fsdp_reshard_after_forward", block)
-    low = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}.get(str(draft.get("precision.preset")))
-    if low:
-        for path in ("param_gather", "grad_reduce"):
-            draft.imply(f"precision.{path}", low, f"FSDP under mixed_precision {low}")
+    read_fsdp_formats(draft)
     if (checkpointing := draft.flag(f"{block}.fsdp_activation_checkpointing")) is not None:
         mode = "full" if checkpointing else "none"
         draft.state("parallel.recompute.mode", mode, f"{block}.fsdp_activation_checkpointing")
@@ -83,10 +80,18 @@ def _read_fsdp(draft: Draft) -> None:
         draft.warn("fsdp_offload_params is not modelled; the time is without it")
 
 
+def read_fsdp_formats(draft: Draft) -> None:
+    """accelerate's policy for FSDP gathers weights and reduces gradients in the format of autocast."""
+    low = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}.get(str(draft.get("precision.preset")))
+    if low:
+        for path in ("param_gather", "grad_reduce"):
+            draft.imply(f"precision.{path}", low, f"FSDP under mixed_precision {low}")
+
+
 def _read_deepspeed(draft: Draft) -> None:
     block = "deepspeed_config"
     if name := draft.text(f"{block}.deepspeed_config_file"):
-        draft.extend(name)
+        draft.refer(name)
         draft.ask("parallel.sharding", f"deepspeed_config_file {name[:80]} is another file; give it too")
         return
     stage = draft.count(f"{block}.zero_stage", asks="parallel.sharding")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dataset_builder.job.importers.accelerate import read_fsdp_formats
 from dataset_builder.job.importers.config_file import ConfigFile
 from dataset_builder.job.importers.model_names import preset_called
 from dataset_builder.job.importers.reading import Draft, Reading
@@ -37,11 +38,11 @@ def read(file: ConfigFile) -> Reading:
     draft.take("batch.micro_batch_size", "micro_batch_size")
     if draft.take("batch.gradient_accumulation_steps", "gradient_accumulation_steps") is None:
         draft.default("batch.gradient_accumulation_steps", 1)
-    _read_layout(draft)
     read_amp(draft, "bf16", "fp16", "tf32")
     if draft.flag("fp8"):
         draft.state("precision.preset", "fp8_tensorwise", "fp8")
         draft.warn_mixed("bf16", "fp8", "fp8_tensorwise")
+    _read_layout(draft)
     checkpointing = draft.flag("gradient_checkpointing")
     draft.state("parallel.recompute.mode", "full" if checkpointing else "none", "gradient_checkpointing")
     _read_adapter(draft)
@@ -94,7 +95,7 @@ def _read_layout(draft: Draft) -> None:
     if draft.has("deepspeed"):
         name = draft.text("deepspeed") if not isinstance(draft.raw("deepspeed"), Mapping) else None
         if name:
-            draft.extend(name)
+            draft.refer(name)
             draft.ask("parallel.sharding", f"deepspeed {name[:80]} is another file; give it too")
     elif (replicas or 1) > 1 and (shards or 1) > 1:
         draft.state("parallel.sharding", "hsdp", *keys)
@@ -104,6 +105,8 @@ def _read_layout(draft: Draft) -> None:
         draft.state("parallel.sharding", "zero2" if keeps else "zero3", "fsdp", "fsdp_config", "dp_shard_size")
     else:
         draft.default("parallel.sharding", "none", "data parallel without FSDP or DeepSpeed")
+    if str(draft.get("parallel.sharding")) in ("hsdp", "zero2", "zero3"):
+        read_fsdp_formats(draft)
     if draft.flag("fsdp_config.offload_params", "fsdp_config.fsdp_offload_params"):
         draft.warn("fsdp_config.offload_params is not modelled; the time is without it")
     draft.default("parallel.sequence_parallel", False)
@@ -135,7 +138,17 @@ def _read_software(draft: Draft) -> None:
     draft.understood("sdp_attention", "flex_attention")
     if (compiles := draft.flag("torch_compile")) is not None:
         draft.state("software.compile", compiles, "torch_compile")
+    plugins = draft.raw("plugins")
+    fused = [str(name) for name in plugins if "cut_cross_entropy" in str(name)] if isinstance(plugins, list) else []
+    fused += [key for key in ("cut_cross_entropy", "liger_fused_linear_cross_entropy") if draft.flag(key)]
+    warn_fused_loss(draft, *fused)
     read_optimizer(draft, "optimizer")
+
+
+def warn_fused_loss(draft: Draft, *switches: str) -> None:
+    """A loss fused with the head keeps no logits, which are counted."""
+    if switches:
+        draft.warn(f"{switches[0][:80]}: a loss that keeps no logits is not modelled; memory is with them")
 
 
 def read_optimizer(draft: Draft, key: str) -> None:

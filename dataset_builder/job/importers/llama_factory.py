@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataset_builder.job.importers.axolotl import read_amp, read_named_model, read_optimizer
+from dataset_builder.job.importers.accelerate import read_fsdp_formats
+from dataset_builder.job.importers.axolotl import read_amp, read_named_model, read_optimizer, warn_fused_loss
 from dataset_builder.job.importers.config_file import ConfigFile
 from dataset_builder.job.importers.reading import Draft, Reading
 
@@ -50,6 +51,7 @@ def read(file: ConfigFile) -> Reading:
         draft.state("software.attention", "unfused", "flash_attn")
     if (compiles := draft.flag("torch_compile")) is not None:
         draft.state("software.compile", compiles, "torch_compile")
+    warn_fused_loss(draft, *(key for key in ("enable_liger_kernel",) if draft.flag(key)))
     read_optimizer(draft, "optim")
     steps = draft.count("max_steps")
     if steps and steps > 0:
@@ -66,10 +68,11 @@ def _read_sharding(draft: Draft) -> None:
     draft.default("parallel.recompute.mode", "full", "gradient checkpointing is on")
     name = draft.text("deepspeed")
     if name:
-        draft.extend(name)
+        draft.refer(name)
         draft.ask("parallel.sharding", f"deepspeed {name[:80]} is another file; give it too")
     elif draft.has("fsdp"):
         draft.state("parallel.sharding", "zero3" if "full_shard" in str(draft.raw("fsdp")) else "zero2", "fsdp")
+        read_fsdp_formats(draft)
     draft.default("parallel.sequence_parallel", False)
 
 

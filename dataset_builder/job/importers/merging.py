@@ -22,6 +22,7 @@ from dataset_builder.job.schema import TrainingJob, overridden
 _GPUS, _STEPS = ("cluster", "num_gpus"), ("batch", "gradient_accumulation_steps")
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _ALWAYS = ("batch.seq_length", "batch.micro_batch_size", "batch.global_batch_size", "cluster.gpu", "cluster.num_gpus")
+_NARROW = ("fp8", "mxfp8", "nvfp4")  # formats that a preset is named after
 _HINTS = {
     "model": "no file gives a model; give its config.json as another file, or --set model.preset=NAME",
     "batch.seq_length": "tokens of a sequence; --set batch.seq_length=N",
@@ -48,13 +49,17 @@ def merge(readings: Sequence[Reading], source: str, overrides: Mapping[str, Any]
     settings, reasons = _agreed(readings, overrides)
     warnings: list[str] = []
     _choose_model(settings, warnings)
+    if "precision" in overrides:
+        warnings += _replaced_precision(settings)
     draft = _JobDraft(settings, overrides, reasons + [reason for reading in readings for reason in reading.reasons])
     draft.pad_vocabulary()
     draft.derive_cluster()
     draft.derive_batch()
     draft.ask(readings)
     if draft.reasons:
-        raise JobError(list(dict.fromkeys([*draft.reasons, *draft.layout])), source)
+        own_name = f"{PurePath(source).name}: "  # of a single file, which stands before every reason already
+        reasons = [reason.removeprefix(own_name) for reason in [*draft.reasons, *draft.layout]]
+        raise JobError(list(dict.fromkeys(reasons)), source)
     if draft.layout and draft.lacks_batch:
         raise CannotRunError(draft.layout, source)
     warnings += draft.layout  # the layout itself refuses to run
@@ -72,7 +77,7 @@ def _agreed(readings: Sequence[Reading], overrides: Mapping[str, Any]) -> tuple[
     candidates: dict[str, list[Setting]] = {}
     for reading in readings:
         is_base = PurePath(reading.path).name in bases
-        for path, setting in reading.settings.items():
+        for path, setting in _settings_under(reading, overrides).items():
             rank = Rank.INHERITED if is_base and setting.rank is Rank.STATED else setting.rank
             candidates.setdefault(path, []).append(Setting(setting.value, setting.origin, rank))
     settings, reasons = {}, []
@@ -107,7 +112,7 @@ def absent(readings: Sequence[Reading]) -> list[str]:
     return [
         f"{PurePath(reading.path).name}: refers to {shown(name)}, which is not read from there; give it as another file"
         for reading in readings
-        for name in reading.extends
+        for name in (*reading.extends, *reading.refers)
         if PurePath(name).name not in given
     ]
 
@@ -126,6 +131,36 @@ def _choose_model(settings: dict[str, Setting], warnings: list[str]) -> None:
         return
     for path in [path for path in settings if path.startswith("model.") and path not in ("model.preset", "model.name")]:
         settings[f"model.overrides.{path[6:]}"] = settings.pop(path)
+
+
+def _settings_under(reading: Reading, overrides: Mapping[str, Any]) -> dict[str, Setting]:
+    """A file's settings; what follows from its own precision goes when ``--set`` gives another preset."""
+    preset = reading.settings.get("precision.preset")
+    given = overrides.get("precision.preset")
+    if preset is None or given in (None, preset.value):
+        return dict(reading.settings)
+    return {
+        path: setting
+        for path, setting in reading.settings.items()
+        if not path.startswith("precision.")
+        or path == "precision.preset"
+        or (setting.rank <= Rank.INHERITED and not str(setting.value).startswith(_NARROW))
+    }
+
+
+def _replaced_precision(settings: Mapping[str, Setting]) -> list[str]:
+    """What the files state beside a preset and ``--set precision=NAME`` replaces with it."""
+    stated = [
+        f"{path.partition('.')[2]} {setting.value}"
+        for path, setting in settings.items()
+        if path.startswith("precision.") and path != "precision.preset" and setting.rank <= Rank.INHERITED
+    ]
+    if not stated:
+        return []
+    return [
+        f"precision: what is given replaces all of it, {', '.join(stated)} of the files too; "
+        "--set precision.preset=NAME changes the preset alone"
+    ]
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:

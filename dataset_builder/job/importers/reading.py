@@ -48,7 +48,8 @@ class Reading:
     questions: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
-    extends: tuple[str, ...] = ()
+    extends: tuple[str, ...] = ()  # files that this one changes
+    refers: tuple[str, ...] = ()  # files beside it, which may not contradict it
 
 
 def is_open(value: Any) -> bool:
@@ -108,6 +109,7 @@ class Draft:
         self._reasons: list[str] = []
         self._read: set[str] = set()
         self._extends: list[str] = []
+        self._refers: list[str] = []
 
     # --- looking into the file
 
@@ -202,7 +204,12 @@ class Draft:
         self._reasons.append(f"{self.file.name}: {text}")
 
     def extend(self, *names: str) -> None:
+        """Names files that this one changes: what it states wins over them."""
         self._extends += names
+
+    def refer(self, *names: str) -> None:
+        """Names files that hold beside this one, as a trainer's DeepSpeed file: to differ from it is an error."""
+        self._refers += names
 
     def understood(self, *patterns: str) -> None:
         """Keys without effect on an iteration's time, so that they are not listed as unknown."""
@@ -230,4 +237,5 @@ class Draft:
             tuple(dict.fromkeys(self._warnings)),
             tuple(dict.fromkeys(self._reasons)),
             tuple(self._extends),
+            tuple(self._refers),
         )
