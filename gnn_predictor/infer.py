@@ -20,6 +20,7 @@ from dataset_builder.command_line import CommandParser
 
 if TYPE_CHECKING:
     from dataset_builder.job.document import JobText
+    from dataset_builder.job.errors import JobError
     from dataset_builder.job.importers.formats import ImportedFiles
     from gnn_predictor.compare import Comparison
     from gnn_predictor.prediction import Prediction
@@ -114,9 +115,10 @@ def _answer_all(options: argparse.Namespace) -> int:
         try:
             with working(f"job {number}: {text.name}" if is_one_of_many else text.name):
                 answer = _compare(text, settings, choices, options) if choices else _predict(text, settings, options)
-        except JobError as error:
+        except JobError as invalid:
+            error = _of_another_tool(text) or invalid
             if not is_one_of_many:
-                raise
+                raise error from None
             worst = max(worst, error.exit_code)
             _print_error(str(error))
             if options.format == "json":
@@ -126,6 +128,21 @@ def _answer_all(options: argparse.Namespace) -> int:
         _write(answer, options.format, None if is_one_of_many else 1)
         worst = max(worst, CANNOT_RUN if _has_nothing_that_runs(answer) else OK)
     return worst
+
+
+def _of_another_tool(text: JobText | ImportedFiles) -> JobError | None:
+    """What to say of a file that is no job because it is another tool's, such as a config.json."""
+    from dataset_builder.job.document import JobText
+    from dataset_builder.job.errors import JobError
+    from dataset_builder.job.importers.formats import read_file
+
+    if not isinstance(text, JobText) or not isinstance(text.content, Path):
+        return None
+    try:
+        tool = read_file(text.name).format
+    except JobError:
+        return None
+    return JobError([f"is no job but a file of {tool}; expected it behind --from"], text.name)
 
 
 def _imported(paths: Sequence[str], settings: Mapping[str, Any], choices: Mapping[str, Any]) -> ImportedFiles:

@@ -115,6 +115,19 @@ def test_every_problem_is_a_line_of_file_key_reason(tmp_path: Path, capsys: pyte
     assert any("model.num_layers" in line for line in lines)
 
 
+@pytest.mark.parametrize("name", ["llama_config.json", "megatron_fp8.sh", "nemo_launcher.yaml"])
+def test_a_file_of_another_tool_is_told_where_it_belongs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file = _ROOT / "tests" / "importers" / "files" / name
+    assert main([str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("expected it behind --from")
+
+
+def test_a_job_file_needs_no_import(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--from", str(job)]) == 2
+    assert capsys.readouterr().err == f"{job}: is a job file, which is read as it is; expected it without --from\n"
+
+
 @pytest.mark.parametrize("path", ["missing.yaml", "."])
 def test_a_file_that_cannot_be_read_is_named(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / path)]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, ClassVar
 
 from dataset_builder.job.errors import JobError
@@ -60,6 +61,8 @@ def read_file(path: str) -> Reading:
     if matching:
         names = " and ".join(form.name for form in matching)
         raise JobError([f"looks like {names} alike; expected the keys of one of them"], source)
+    if {"model", "batch", "cluster"} <= set(file.values):
+        raise JobError(["is a job file, which is read as it is; expected it without --from"], source)
     keys = ", ".join(key[:40] for key in list(file.values)[:8]) or "a script without training flags"
     known = "; ".join(f"{form.name} ({form.known_by})" for form in FORMATS)
     raise JobError([f"no known format (it has {keys}); expected one of: {known}"], source)
@@ -87,7 +90,8 @@ class ImportedFiles:
         if problems:
             reasons = [f"{problem.source}: {reason}" for problem in problems for reason in problem.reasons]
             raise JobError(reasons, f"{len(problems)} files")
-        return cls(", ".join("standard input" if path == "-" else path for path in paths), tuple(readings))
+        names = ["standard input" if path == "-" else path for path in paths]
+        return cls(names[0] if len(names) == 1 else ", ".join(PurePath(name).name for name in names), tuple(readings))
 
     @property
     def warnings(self) -> tuple[str, ...]:
