@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from pydantic import BaseModel, ConfigDict
 
+from dataset_builder.job.errors import suggestion
 from dataset_builder.job.schema import TrainingJob
 
 # Sizes just past the largest one measured are still interpolation in the logarithms that the network sees.
@@ -56,17 +57,29 @@ def outside(job: TrainingJob, domain: Domain) -> tuple[str, ...]:
         reasons.append(f"cluster.gpu: no run on {job.cluster.gpu.name} was in the training data")
     if job.precision.label not in domain.precisions:
         reasons.append(f"precision: no run in {job.precision.label} was in the training data")
+    unknown_framework = _unknown_framework(job.software.framework, domain)
     if not reasons:  # what is unknown alone is not told again in pairs
         reasons += [
             f"{name}: no run with {together} was in the training data"
             for name, together in _pairs(job).items()
             if name in domain.pairs and together not in domain.pairs[name]
+            if not (unknown_framework and name.startswith("software.framework"))
         ]
+    reasons += unknown_framework
     for name, value in _sizes(job).items():
         low, high = domain.ranges.get(name, (value, value))
         if not low / _MARGIN <= value <= high * _MARGIN:
             reasons.append(f"{name}: {value:g} is outside the training data's {low:g} to {high:g}")
     return tuple(reasons)
+
+
+def _unknown_framework(framework: str | None, domain: Domain) -> list[str]:
+    """A sentence when no run had this framework, with the names near it: a misspelt one is taken for another."""
+    seen = {together.partition(" and ")[0] for together in domain.pairs.get("software.framework and cluster.gpu", ())}
+    if framework is None or not seen or framework in seen:
+        return []
+    near = suggestion(framework, sorted(seen))
+    return [f"software.framework: no run with {framework} was in the training data{near}"]
 
 
 def _pairs(job: TrainingJob) -> Mapping[str, str]:

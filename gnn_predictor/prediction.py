@@ -38,7 +38,6 @@ from gnn_predictor.network import Ensemble, NetworkConfig, stage_table
 from gnn_predictor.stage_prediction import StagePrediction, stage_predictions
 
 SCHEMA_VERSION = 1
-MFU_CONVENTION = "causal attention, no recompute, dense peak of the GEMM format"
 _JOBS_AT_ONCE = 64
 
 
@@ -100,6 +99,15 @@ class Prediction:
         return self.model_flops_per_s_per_gpu / self.gemm_peak_flops_per_s
 
     @property
+    def mfu_convention(self) -> str:
+        """Which FLOPs are counted, over which peak: of causal attention the half that is not masked."""
+        model = self.job.model
+        counted = "causal attention" if model.is_causal else "whole attention"
+        if model.architecture == "encoder_decoder":
+            counted += " in the decoder, whole in the encoder"
+        return f"{counted}, no recompute, dense peak of the GEMM format"
+
+    @property
     def gemm_peak_flops_per_s(self) -> float:
         """The device's dense peak in the format of the linear layers' GEMMs."""
         return _gemm_peak(self.job.cluster.gpu, self.job.precision)
@@ -141,7 +149,7 @@ class Prediction:
             "model_flops_per_iteration": self.model_flops_per_iteration,
             "model_tflops_per_s_per_gpu": self.model_flops_per_s_per_gpu / 1e12,
             "mfu": self.mfu,
-            "mfu_convention": MFU_CONVENTION,
+            "mfu_convention": self.mfu_convention,
             "stages": [stage.to_dict() for stage in self.stages],
             "breakdown": {key: dict(value) for key, value in _fields(self.breakdown).items()},
             "fits_memory": self.fits_memory,

@@ -136,7 +136,8 @@ def _cost_per_billion(prediction: Prediction) -> str:
     hours = _BILLION_TOKENS / prediction.tokens_per_s / 3600 * prediction.job.cluster.num_gpus
     price = prediction.job.price
     cost = f", {hours * price.usd_per_gpu_hour:,.2f} USD" if price else ""
-    return f"{hours:,.3g} GPU hours{cost} per billion tokens"
+    written = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
+    return f"{written} GPU hours{cost} per billion tokens"
 
 
 def _insight(prediction: Prediction) -> str:

@@ -12,7 +12,7 @@ from rich.text import Text
 from dataset_builder.job.model import num_parameters
 from dataset_builder.job.precision import PrecisionPolicy
 from dataset_builder.job.schema import TrainingJob
-from gnn_predictor.prediction import MFU_CONVENTION, Prediction
+from gnn_predictor.prediction import Prediction
 
 # Wide enough for the stage table when there is no terminal whose width could be asked for.
 _PLAIN_WIDTH = 120
@@ -113,7 +113,7 @@ def _headline(prediction: Prediction) -> list[Text]:
         ),
         Text(
             f"{prediction.model_flops_per_s_per_gpu / 1e12:,.1f} TFLOP/s per GPU, MFU {prediction.mfu:.1%} "
-            f"({MFU_CONVENTION})"
+            f"({prediction.mfu_convention})"
         ),
     ]
     total = prediction.total

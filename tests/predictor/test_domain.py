@@ -41,6 +41,13 @@ def test_an_unknown_gpu_is_told_once(job_of: JobOf) -> None:
     assert outside(other, domain_of([seen])) == ("cluster.gpu: no run on H100-SXM5-80GB was in the training data",)
 
 
+def test_an_unknown_framework_is_told_once_with_the_names_near_it(job_of: JobOf) -> None:
+    seen = job_of(software={"framework": "megatron-lm"}).resolved()
+    other = job_of(software={"framework": "megatronlm", "compile": True}).resolved()
+    (reason,) = outside(other, domain_of([seen]))
+    assert reason.endswith("no run with megatronlm was in the training data (did you mean megatron-lm?)")
+
+
 def test_sizes_far_beyond_are_said_and_those_just_beyond_are_not(job_of: JobOf) -> None:
     domain = domain_of([job_of().resolved()])
     assert outside(job_of(batch={"global_batch_size": 80, "micro_batch_size": 1}).resolved(), domain) == ()

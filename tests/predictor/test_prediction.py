@@ -29,6 +29,20 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("architecture", "counted"),
+    [("decoder", "causal attention,"), ("encoder", "whole attention,"),
+     ("encoder_decoder", "causal attention in the decoder, whole in the encoder,")],
+)  # fmt: skip
+def test_the_convention_of_mfu_is_that_of_the_architecture(
+    architecture: str, counted: str, job_of: Any, untrained: Path
+) -> None:
+    model = {"architecture": architecture, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1024}
+    layers = {"num_encoder_layers": 2, "num_decoder_layers": 2} if "_" in architecture else {"num_layers": 2}
+    prediction = predict(job_of(model={**model, **layers}), checkpoint=untrained)
+    assert prediction.mfu_convention.startswith(counted)
+
+
 @pytest.mark.parametrize("name", _LAYOUTS)
 def test_json_follows_the_schema_and_its_parts_add_up(name: str, job_of: Any, untrained: Path) -> None:
     prediction = predict(job_of(**_LAYOUTS[name]), checkpoint=untrained)
