@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from rich import box
@@ -21,15 +21,11 @@ _CAPTION = "communication: exposed, by format; memory: of the fullest stage"
 
 
 def print_comparison(comparison: Comparison, stream: TextIO) -> None:
-    """Writes the comparison to ``stream``: one table, or two where a terminal is too narrow for it."""
+    """Writes the comparison to ``stream``: one table, or several where a terminal is too narrow for it."""
     console = ReportConsole(stream, _PLAIN_WIDTH)
     job = comparison.variants[0].job
     console.print(Text(f"{job.name or job.model.name or 'job'}: {len(comparison.variants)} variants", "bold"))
-    whole = _table(comparison, (*_ANSWER, *_WHERE))
-    unlimited = console.options.update(max_width=_PLAIN_WIDTH)
-    fits = console.measure(whole, options=unlimited).maximum <= console.width
-    for table in [whole] if fits else [_table(comparison, _ANSWER), _table(comparison, _WHERE)]:
-        console.print(table)
+    console.print_columns(lambda columns: _table(comparison, columns), _ANSWER, _WHERE)
     console.print(Text(_CAPTION, "dim italic"))
     for explanation in comparison.explanations:
         console.print(Text(explanation.text))
@@ -40,7 +36,7 @@ def print_comparison(comparison: Comparison, stream: TextIO) -> None:
         console.print(Text(f"! {line}", "yellow"), soft_wrap=not console.is_terminal)
 
 
-def _table(comparison: Comparison, columns: tuple[str, ...]) -> Table:
+def _table(comparison: Comparison, columns: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for key in comparison.variants[0].settings:
         table.add_column(Text(key))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from rich import box
@@ -36,7 +36,7 @@ def print_plans(plans: Plans, source: str, stream: TextIO) -> None:
     console.print(Text(f"{plans.num_possible:,} layouts, {plans.num_evaluated:,} of them run and were predicted"))
     for reason, count in plans.pruned.items():
         console.print(Text(f"  {count:>9,}  {reason}", "dim"))
-    console.print(_table(plans))
+    console.print_columns(lambda columns: _table(plans, columns), *_groups(plans.plans))
     console.print(Text(_as_given(plans)))
     console.print(Text(_CAPTION, "dim italic"))
     settings = " ".join(f"--set {key}={_argument(value)}" for key, value in plans.plans[0].settings.items())
@@ -45,30 +45,34 @@ def print_plans(plans: Plans, source: str, stream: TextIO) -> None:
         console.print(Text(f"! {line}", "yellow"), soft_wrap=not console.is_terminal)
 
 
-def _table(plans: Plans) -> Table:
+def _groups(plans: tuple[Plan, ...]) -> tuple[Sequence[str], ...]:
+    """What the layout is, what it gives, and what holds it back."""
+    return (
+        [*_columns(plans), "data"],
+        ["time", "interval", "memory", "tokens/s", "MFU", _cost_heading(plans[0])],
+        ["limits"],
+    )
+
+
+def _table(plans: Plans, columns: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", justify="right")
-    keys = _columns(plans.plans)
-    for key in keys:
-        table.add_column(_HEADINGS.get(key, key), justify="right")
-    for name in ("data", "time", "interval", "memory", "tokens/s", "MFU", _cost_heading(plans.plans[0])):
-        table.add_column(name, justify="right")
-    table.add_column("limits")
+    for name in columns:
+        table.add_column(_HEADINGS.get(name, name), justify="left" if name == "limits" else "right")
     for rank, plan in enumerate(plans.plans, start=1):
         prediction = plan.prediction
         low, high = prediction.iteration_time_low_s, prediction.iteration_time_high_s
-        table.add_row(
-            str(rank),
-            *(_cell(key, plan) for key in keys),
-            str(prediction.data_parallel),
-            seconds_text(prediction.iteration_time_s),
-            f"{seconds_text(low)} - {seconds_text(high)}",
-            f"{plan.peak_memory_bytes / 1e9:.1f} GB",
-            f"{prediction.tokens_per_s:,.0f}",
-            f"{prediction.mfu:.1%}",
-            _cost(plan),
-            ", ".join(f"{name} {share:.0%}" for name, share in plan.limits.items() if share >= _LEAST_SHARE),
-        )
+        cells = {key: _cell(key, plan) for key in columns if key in plan.settings} | {
+            "data": str(prediction.data_parallel),
+            "time": seconds_text(prediction.iteration_time_s),
+            "interval": f"{seconds_text(low)} - {seconds_text(high)}",
+            "memory": f"{plan.peak_memory_bytes / 1e9:.1f} GB",
+            "tokens/s": f"{prediction.tokens_per_s:,.0f}",
+            "MFU": f"{prediction.mfu:.1%}",
+            _cost_heading(plan): _cost(plan),
+            "limits": ", ".join(f"{name} {share:.0%}" for name, share in plan.limits.items() if share >= _LEAST_SHARE),
+        }
+        table.add_row(str(rank), *(cells[name] for name in columns))
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 from rich import box
@@ -16,6 +17,8 @@ from gnn_predictor.prediction import Prediction
 
 # Wide enough for the stage table when there is no terminal whose width could be asked for.
 _PLAIN_WIDTH = 120
+_PER_MICROBATCH = ("forward", "backward", "recompute")
+_PER_ITERATION = ("exposed comm", "optimizer", "total", "bubble", "memory")
 
 
 def print_table(prediction: Prediction, stream: TextIO) -> None:
@@ -23,7 +26,8 @@ def print_table(prediction: Prediction, stream: TextIO) -> None:
     console = ReportConsole(stream, _PLAIN_WIDTH)
     for line in _headline(prediction):
         console.print(line)
-    console.print(_stage_table(prediction))
+    for table in _stage_tables(prediction, console):
+        console.print(table)
     console.print(_breakdown_table(prediction))
     for warning in prediction.warnings:
         console.print(Text(f"! {warning}", style="yellow"))
@@ -37,6 +41,32 @@ class ReportConsole(Console):
     def __init__(self, stream: TextIO, plain_width: int) -> None:
         width = None if stream.isatty() else plain_width
         super().__init__(file=stream, width=width, highlight=False, soft_wrap=False)
+        self._plain_width = plain_width
+
+    def fits(self, table: Table) -> bool:
+        """Whether nothing of a table would be cut."""
+        unlimited = self.options.update(max_width=self._plain_width)
+        return self.measure(table, options=unlimited).maximum <= self.width
+
+    def print_columns(self, table_of: Callable[[Sequence[str]], Table], *groups: Sequence[str]) -> None:
+        """All columns in one table; where a terminal is too narrow, each group in as many as it takes to cut none."""
+        whole = [name for group in groups for name in group]
+        tables = (
+            [whole]
+            if self.fits(table_of(whole))
+            else [part for group in groups for part in self._parts(table_of, group)]
+        )
+        for columns in tables:
+            self.print(table_of(columns))
+
+    def _parts(self, table_of: Callable[[Sequence[str]], Table], columns: Sequence[str]) -> Iterator[Sequence[str]]:
+        taken: list[str] = []
+        for name in columns:
+            if taken and not self.fits(table_of([*taken, name])):
+                yield taken
+                taken = []
+            taken = [*taken, name]
+        yield taken
 
     def on_broken_pipe(self) -> None:
         raise  # the BrokenPipeError that rich is handling
@@ -123,20 +153,35 @@ def _headline(prediction: Prediction) -> list[Text]:
     return lines
 
 
-def _stage_table(prediction: Prediction) -> Table:
+def _stage_tables(prediction: Prediction, console: ReportConsole) -> list[Table]:
+    """One table, or one for each span of time where a terminal is too narrow for it."""
+    whole = _stage_table(prediction, ("layers", *_PER_MICROBATCH, *_PER_ITERATION))
+    whole.caption = "forward, backward and recompute per microbatch; the rest per iteration"
+    if console.fits(whole):
+        return [whole]
+    halves = _stage_table(prediction, _PER_ITERATION), _stage_table(prediction, ("layers", *_PER_MICROBATCH))
+    halves[0].caption, halves[1].caption = "per iteration", "per microbatch"
+    return list(halves)
+
+
+def _stage_table(prediction: Prediction, columns: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="Pipeline stages", title_justify="left", pad_edge=False)
-    for name in ("stage", "layers", "forward", "backward", "recompute", "exposed comm", "optimizer", "total", "bubble"):
-        table.add_column(name, justify="right")
-    table.add_column("memory", justify="right")
-    for stage in prediction.stages:
-        times = (
-            stage.forward_s, stage.backward_s, stage.recompute_s, stage.communication_exposed_s, stage.optimizer_s,
-            stage.total_s, stage.bubble_s,
-        )  # fmt: skip
-        memory = f"{stage.peak_memory_bytes / 1e9:.1f} GB"
-        table.add_row(str(stage.stage), str(len(stage.layers)), *map(seconds_text, times), memory)
-    table.caption = "forward, backward and recompute per microbatch; the rest per iteration"
     table.caption_justify = "left"
+    for name in ("stage", *columns):
+        table.add_column(name, justify="right")
+    for stage in prediction.stages:
+        cells = {
+            "layers": str(len(stage.layers)),
+            "forward": seconds_text(stage.forward_s),
+            "backward": seconds_text(stage.backward_s),
+            "recompute": seconds_text(stage.recompute_s),
+            "exposed comm": seconds_text(stage.communication_exposed_s),
+            "optimizer": seconds_text(stage.optimizer_s),
+            "total": seconds_text(stage.total_s),
+            "bubble": seconds_text(stage.bubble_s),
+            "memory": f"{stage.peak_memory_bytes / 1e9:.1f} GB",
+        }
+        table.add_row(str(stage.stage), *(cells[name] for name in columns))
     return table
 
 

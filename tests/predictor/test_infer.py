@@ -55,6 +55,25 @@ def test_the_table_echoes_parameters_tokens_stages_and_warnings(
     assert "\x1b" not in out  # plain when piped
 
 
+def test_no_figure_is_cut_on_a_terminal_of_80_columns(
+    job: Path, untrained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main([str(job), "--checkpoint", str(untrained), "--set", "parallel.recompute=full"]) == 0
+    out = capsys.readouterr().out
+    assert "\u2026" not in out
+    assert "per microbatch" in out
+    for column in ("forward", "recompute", "exposed comm", "optimizer", "bubble", "memory"):
+        assert column in out
+    variants = ["--compare", "precision=bf16_mixed,fp16_mixed"]
+    assert main([str(job), "--checkpoint", str(untrained), *variants]) == 0
+    out = capsys.readouterr().out
+    assert "\u2026" not in out
+    assert out.count("bf16_mixed ") >= 2
+    assert all(column in out for column in ("interval", "MFU", "communication", "host"))
+
+
 def test_set_overrides_values_with_yaml_types(job: Path, untrained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["--set", "parallel.tensor=2", "--set", "precision={preset: bf16, attention: fp32}"]
     assert main([str(job), "--checkpoint", str(untrained), "--format", "json", *settings]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from dataset_builder.tracing.trace import build_graph
 from gnn_predictor import predict
 from gnn_predictor.checkpoint import load_checkpoint
 from gnn_predictor.prediction import predict_each
+from gnn_predictor.report.plan_table import print_plans
 from gnn_predictor.search import NO_MEMORY, Plans, search
 from gnn_predictor.search_space import KEYS, SearchSpace, search_spaces, uneven_split
 
@@ -189,6 +191,18 @@ def test_the_command_as_a_table(untrained: Path) -> None:
     assert "does not fit in memory" in done.stdout
     assert "python -m gnn_predictor.infer - --set parallel.tensor=" in done.stdout
     assert "the job as it is given: " in done.stdout
+
+
+def test_no_figure_is_cut_on_a_terminal_of_80_columns(
+    small: tuple[list[SearchSpace], Plans], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    print_plans(small[1], "job.yaml", stream)
+    assert "\u2026" not in stream.getvalue()
+    for column in ("pipeline", "data", "interval", "memory", "MFU", "limits"):
+        assert column in stream.getvalue()
 
 
 def test_when_nothing_fits_the_nearest_is_named(untrained: Path) -> None:
