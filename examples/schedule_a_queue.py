@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gnn_predictor import CannotRunError, Prediction, TrainingJob, predict
+from gnn_predictor import CannotRunError, JobError, Prediction, TrainingJob, predict
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,11 @@ def main() -> None:
     options = parser.parse_args()
     running, refused = [], {}
     for file in options.jobs:
-        job = TrainingJob.from_yaml(file)
+        try:
+            job = TrainingJob.from_yaml(file)
+        except JobError as error:
+            refused[file] = "; ".join(error.reasons)
+            continue
         name = job.name or file
         if job.cluster.num_gpus > options.gpus:
             refused[name] = f"wants {job.cluster.num_gpus} GPUs, the cluster has {options.gpus}"

@@ -183,10 +183,19 @@ def predict(
     Raises CannotRunError (exit code 4) when a layout does not divide or, without ``force``, when the device lacks a
     format or the memory; CheckpointError (exit code 3) when the checkpoint cannot be used.
     """
-    jobs = [job] if isinstance(job, TrainingJob) else list(job)
+    jobs = _jobs(job)
     loaded = _loaded(checkpoint)
     predictions = _predict_traced([_trace(each, loaded.config.memory, force) for each in jobs], loaded)
     return predictions[0] if isinstance(job, TrainingJob) else predictions
+
+
+def _jobs(job: TrainingJob | Sequence[TrainingJob]) -> list[TrainingJob]:
+    """The jobs of a call; a path or plain values are no job yet."""
+    jobs = list(job) if isinstance(job, Sequence) and not isinstance(job, str) else [job]
+    for each in jobs:
+        if not isinstance(each, TrainingJob):
+            raise TypeError(f"got {each!r:.80}; expected a job: TrainingJob.from_yaml(path) or .parse(values)")
+    return jobs
 
 
 def predict_in_detail(

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,9 +103,15 @@ def test_the_packages_are_typed() -> None:
     assert all((_ROOT / package / "py.typed").is_file() for package in ("gnn_predictor", "dataset_builder"))
 
 
+@pytest.mark.parametrize("given", ["job.yaml", Path("job.yaml"), {"model": {}}, [{"model": {}}], 42])
+def test_what_is_no_job_is_told_how_to_become_one(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"expected a job: TrainingJob.from_yaml\(path\)"):
+        predict(given)
+
+
 def test_the_queue_example_ranks_jobs_and_says_why_one_cannot_run() -> None:
     jobs = [str(_ROOT / "conf" / "job" / name) for name in ("llama3-70b-fp8.yaml", "llama3-8b-fsdp.yaml")]
-    command = [sys.executable, "examples/schedule_a_queue.py", *jobs, "--gpus", "8", "--format", "json"]
+    command = [sys.executable, "examples/schedule_a_queue.py", *jobs, "no.yaml", "--gpus", "8", "--format", "json"]
     environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
     done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -112,6 +119,7 @@ def test_the_queue_example_ranks_jobs_and_says_why_one_cannot_run() -> None:
     assert ranked["order"] == ["llama3-8b-fsdp"]
     assert "llama3-70b-fp8" in ranked["refused"]
     assert "64 GPUs" in ranked["refused"]["llama3-70b-fp8"]
+    assert "cannot read the file" in ranked["refused"]["no.yaml"]
 
 
 def test_no_moment_of_the_example_schedule_has_more_gpus_than_there_are(
