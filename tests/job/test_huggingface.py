@@ -215,7 +215,12 @@ def test_every_family_has_its_published_parameters(model_type: str) -> None:
 
 
 def test_an_unknown_type_is_told_and_layers_without_attention_are_refused() -> None:
-    assert "not known; read as a Llama" in spec({**LLAMA, "model_type": "brand_new"}).assumed[0]
+    (told,) = spec({**LLAMA, "model_type": "brand_new"}).assumed
+    assert "not known; read as a Llama: activation swiglu, normalization rmsnorm, position_embedding rope" in told
+    silent = {key: value for key, value in LLAMA.items() if key not in ("rms_norm_eps", "hidden_act")}
+    assert "read as a Llama" in spec({**silent, "model_type": "brand_new"}).assumed[0]  # what its sizes are
+    classic = {**silent, "model_type": "brand_new", "hidden_act": "gelu"}
+    assert "read as a GPT: activation gelu, normalization layernorm" in spec(classic).assumed[0]
     assert spec(LLAMA).assumed == ()
     with pytest.raises(ValueError, match="layers without attention"):
         sizes_of_config({**LLAMA, "model_type": "jamba"})

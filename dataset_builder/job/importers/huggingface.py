@@ -56,9 +56,6 @@ def sizes_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if plain_type in REFUSED:
         raise ValueError(f"config: {model_type} has layers without attention; expected a transformer")
     family = family_of(plain_type, config)
-    if plain_type not in FAMILIES:
-        kind = "a Llama" if "rms_norm_eps" in config else "a GPT"
-        notes = (*notes, f"model.config: model type {model_type[:40] or 'missing'} is not known; read as {kind}")
     missing = missing_keys(family, config)
     if missing:
         raise ValueError(
@@ -70,12 +67,26 @@ def sizes_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
             sizes["mtp_layers"] = depths
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ValueError(f"config: a size of this {model_type or 'unknown'} model is no number ({error})") from None
+    if plain_type not in FAMILIES:
+        notes = (*notes, _read_as(model_type, sizes))
     if "text_config" in outer:
         notes = (*notes, f"model.config: the text model of {outer.get('model_type')} only, towers are left out")
     if notes:
         sizes["assumed"] = notes
     name = outer.get("_name_or_path") or model_type
     return {"name": str(name), **sizes} if name else sizes
+
+
+def _read_as(model_type: str, sizes: Mapping[str, Any]) -> str:
+    """What an unknown type is taken for, with all that this decides where the config is silent."""
+    kind = "a Llama" if sizes.get("normalization") == "rmsnorm" else "a GPT"
+    defaults = {"activation": "gelu", "normalization": "layernorm", "position_embedding": "learned"}
+    taken = ", ".join(f"{key} {sizes.get(key, default)}" for key, default in defaults.items())
+    tied = "shared" if sizes.get("tie_embeddings") else "separate"
+    return (
+        f"model.config: model type {model_type[:40] or 'missing'} is not known; read as {kind}: {taken}, embedding and "
+        f"head {tied}; --set model.KEY=VALUE changes one"
+    )
 
 
 def _equal_blocks(config: Mapping[str, Any], model_type: str) -> tuple[dict[str, Any], tuple[str, ...]]:

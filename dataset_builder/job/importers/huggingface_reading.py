@@ -11,6 +11,7 @@ from typing import Any
 
 from dataset_builder.job.importers.config_file import ConfigFile
 from dataset_builder.job.importers.huggingface import sizes_of_config
+from dataset_builder.job.importers.huggingface_families import FAMILIES
 from dataset_builder.job.importers.reading import Draft, Reading
 
 NAME, KNOWN_BY = "Hugging Face config.json", "model_type, hidden_size, num_hidden_layers"
@@ -100,6 +101,9 @@ def read_sizes(draft: Draft, config: Mapping[str, Any], prefix: str) -> None:
         return
     for note in sizes.pop("assumed", ()):
         draft.warn(note.removeprefix("model.config: "))
+    model_type = str(config.get("model_type"))[:40]
+    is_known = model_type.lower().removesuffix("_text") in FAMILIES
+    why = f"what a model of type {model_type} has" if is_known else f"assumed, as type {model_type} is not known"
     for path, value in _flat(sizes):
         keys = [f"{prefix}{key}" for key in _KEYS.get(path, (path.rsplit(".", 1)[-1],))]
         present = [key for key in keys if draft.has(key)]
@@ -107,7 +111,7 @@ def read_sizes(draft: Draft, config: Mapping[str, Any], prefix: str) -> None:
             draft.state(f"model.{path}", value, *(present if path == "moe.dense_layers" else present[:1]))
             draft.raw(*keys)
         else:
-            draft.imply(f"model.{path}", value, f"what a model of type {str(config.get('model_type'))[:40]} has")
+            draft.imply(f"model.{path}", value, why)
 
 
 def _flat(sizes: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
