@@ -42,8 +42,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", default=_PRECISIONS, help="presets, measured side by side (jobs, not plans)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="changes a key of every job")
     parser.add_argument("--budget-s", type=float, default=600.0, help="seconds each part may take")
-    parser.add_argument("--rounds", type=int, default=15, help="steps timed of each job and precision")
-    parser.add_argument("--most-spread", type=float, default=0.1, help="no row above this interquartile range / median")
+    parser.add_argument("--rounds", type=int, default=15, help="steps timed of each job and precision, or more")
+    parser.add_argument("--most-uncertainty", type=float, default=0.05, help="no row whose median is known worse")
     parser.add_argument(
         "--gpu", default="", help="the device as ops.csv names it; default: cluster.json, or torch's name"
     )
@@ -127,7 +127,7 @@ def _measure(options: argparse.Namespace) -> None:
         cluster = clusters.read_cluster(places.cluster) if places.cluster.exists() else None
         gpu = options.gpu or cell(cluster["gpu"] if cluster else machine.name)
         link = cell(cluster["intra_node"]) if cluster and "intra_node" in cluster else ""
-        limits = op_rows.OpSettings(budget["operators"], sample_budget_s, options.most_spread, gpu, link)
+        limits = op_rows.OpSettings(budget["operators"], sample_budget_s, options.most_uncertainty, gpu, link)
 
         def opened(path: Path, columns: tuple[str, ...]) -> table.MeasurementTable | None:
             return table.MeasurementTable(path, columns) if world.is_first else None
@@ -143,7 +143,7 @@ def _measure(options: argparse.Namespace) -> None:
             groups = [quick_plans(gpu, machine.formats)]
         if groups:
             runs = opened(places.runs, table.RUN_COLUMNS)
-            settings = steps.StepSettings(options.rounds, budget["steps"] / len(groups), options.most_spread)
+            settings = steps.StepSettings(options.rounds, budget["steps"] / len(groups), options.most_uncertainty)
             for group in groups:
                 steps.measure_steps(group, world, runs, settings)
     finally:

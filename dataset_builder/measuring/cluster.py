@@ -25,31 +25,31 @@ _COPIED_BYTES = {"cuda": 256 * 2**20, "cpu": 8 * 2**20}  # activations of CPU jo
 _MESSAGE_BYTES, _TINY_BYTES = 16 * 2**20, 1024
 
 
-def measured_cluster(world: World, sample_budget_s: float) -> dict[str, object]:
+def measured_cluster(world: World, visit_s: float) -> dict[str, object]:
     """``gpu``, ``num_nodes``, ``gpus_per_node`` and ``intra_node`` of a job's ``cluster``."""
     machine = world.machine
-    watch = Stopwatch(machine.device, machine.cache_bytes, sample_budget_s)
+    watch = Stopwatch(machine.device, machine.cache_bytes, visit_s)
     sizes = _PRODUCT_SIZES if machine.is_gpu else _PRODUCT_SIZES[:_SMALL_SIZES]
     peaks: dict[str, float] = {}
     for fmt in machine.formats:
         for m, n, k in sizes:
             case = product(machine.device, fmt, m, n, k)
             world.wait()
-            seconds = min(world.each(watch.measure(case.make, case.moved_bytes).least_s))
+            seconds = min(world.each(min(watch.visit(case.make, case.moved_bytes)[0])))
             peaks[fmt] = max(peaks.get(fmt, 0.0), case.flops / seconds)
         world.say(f"cluster: {fmt} {peaks[fmt] / 1e12:.4g} TFLOP/s")
     if "fp8_e4m3" in peaks:
         peaks["fp8_e5m2"] = peaks["fp8_e4m3"]
     world.wait()
     copied_bytes = _COPIED_BYTES[machine.device.type]
-    copied = min(world.each(watch.measure(_copy(machine.device, copied_bytes), copied_bytes).least_s))
+    copied = min(world.each(min(watch.visit(_copy(machine.device, copied_bytes), copied_bytes)[0])))
     cluster: dict[str, object] = {
         "gpu": specification(machine, peaks, copied_bytes / copied),
         "num_nodes": world.size // world.ranks_per_node,
         "gpus_per_node": world.ranks_per_node,
     }
     if world.size > 1:
-        cluster["intra_node"] = _link(world, sample_budget_s)
+        cluster["intra_node"] = _link(world, visit_s)
     return cluster
 
 
@@ -62,10 +62,10 @@ def _copy(device: torch.device, moved_bytes: int) -> Callable[[], Work]:
     return make
 
 
-def _link(world: World, sample_budget_s: float) -> dict[str, object]:
+def _link(world: World, visit_s: float) -> dict[str, object]:
     share = 2 * (world.size - 1) / world.size
-    large = message_times(Message("all_reduce", "fp32", _MESSAGE_BYTES // 4), world, sample_budget_s).least_s
-    tiny = message_times(Message("all_reduce", "fp32", _TINY_BYTES // 4), world, sample_budget_s).median_s
+    large = message_times(Message("all_reduce", "fp32", _MESSAGE_BYTES // 4), world, visit_s).least_s
+    tiny = message_times(Message("all_reduce", "fp32", _TINY_BYTES // 4), world, visit_s).median_s
     return {
         "name": "nccl" if world.machine.is_gpu else "gloo",
         "bytes_per_s_per_gpu": float(f"{share * _MESSAGE_BYTES / large:.4g}"),

@@ -43,7 +43,7 @@ def messages(formats: tuple[str, ...], sizes: tuple[int, ...], num_ranks: int) -
 
 
 def message_times(message: Message, world: World, budget_s: float) -> Timing:
-    """Seconds of one message; raises RuntimeError when the backend has no such collective."""
+    """Seconds of one message, each a visit; raises RuntimeError when the backend has no such collective."""
     run = _runner(message, world)
     for _ in range(_WARM_UPS):
         run()
@@ -54,7 +54,7 @@ def message_times(message: Message, world: World, budget_s: float) -> Timing:
     spent = world.agreed(time.perf_counter() - started)
     further = int((budget_s - spent) / (spent / len(samples)))
     samples += [_once(run, world) for _ in range(max(0, min(_MOST_SAMPLES, further)))]
-    return summary(world.slowest(samples), "host clock around the call, slowest rank")
+    return summary([[seconds] for seconds in world.slowest(samples)], "host clock around the call, slowest rank")
 
 
 def _once(run: Callable[[], object], world: World) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,19 +15,27 @@ from dataset_builder.measuring.collectives import Message, message_times
 from dataset_builder.measuring.machine import state, throttling
 from dataset_builder.measuring.operators import Case
 from dataset_builder.measuring.table import LICENSE, SOURCE_ID, Cell, MeasurementTable
-from dataset_builder.measuring.timing import Stopwatch, Timing
+from dataset_builder.measuring.timing import Stopwatch, Timing, summary
 from dataset_builder.measuring.world import World
 
 
 @dataclass(frozen=True)
 class OpSettings:
-    """Limits of one run, and how the table names the device and the link inside a node."""
+    """Limits of one run, and how the table names the device and the link inside a node.
+
+    ``sample_budget_s``: how long the samples of one case may take, or four times that while badly known.
+    """
 
     budget_s: float
     sample_budget_s: float
-    most_spread: float
+    most_uncertainty: float
     gpu: str
     intra_node: str
+
+
+# Cases are visited in turn, so many at a time: their samples lie seconds apart, and a kill loses no more than these.
+_BLOCK = 24
+_LEAST_VISITS, _MOST_VISITS = 4, 16
 
 
 def measure_operators(cases: Iterable[Case], world: World, table: MeasurementTable | None, limits: OpSettings) -> int:
@@ -34,33 +43,63 @@ def measure_operators(cases: Iterable[Case], world: World, table: MeasurementTab
 
     All ranks run the same case at the same time, as in training: they may share memory, power and cores.
     """
-    machine = world.machine
-    watch = Stopwatch(machine.device, machine.cache_bytes, limits.sample_budget_s)
+    watch = Stopwatch(world.machine.device, world.machine.cache_bytes, limits.sample_budget_s / _LEAST_VISITS)
     deadline, written = time.perf_counter() + limits.budget_s, 0
-    for case in cases:
-        identity = _identity(case.key, world, limits)
-        if world.agreed(float(table is not None and identity in table.known)):
-            continue
+    for block in _blocks(cases, world, table, limits):
         if world.agreed(deadline - time.perf_counter()) < 0:
             world.say(f"operators: the budget of {limits.budget_s:.0f} s is used up; run again to go on")
             break
-        world.wait()
-        try:
-            timing = watch.measure(case.make, case.moved_bytes)
-        except (RuntimeError, NotImplementedError) as error:  # no such kernel here, or it does not fit
-            world.say(f"{case.key}: left out, {str(error).splitlines()[0][:120]}")
-            if machine.is_gpu:
-                torch.cuda.empty_cache()
-            continue
-        reason = _refusal(timing, throttling(state(machine)) if machine.is_gpu else "", limits)
-        if reason:
-            world.say(f"{case.key}: not written, {reason}")
-            continue
-        written += 1
-        if table is not None:
-            table.append({"op_id": identity, **case_row(case, timing, world, limits)})
+        timed = _in_turn(block, world, watch, limits)
+        throttled = throttling(state(world.machine)) if world.machine.is_gpu else ""
+        for case, timing in timed:
+            if reason := _refusal(timing, throttled, limits):
+                world.say(f"{case.key}: not written, {reason}")
+                continue
+            written += 1
+            if table is not None:
+                table.append({"op_id": _identity(case.key, world, limits), **case_row(case, timing, world, limits)})
     world.say(f"operators: {written} rows written")
     return written
+
+
+def _blocks(
+    cases: Iterable[Case], world: World, table: MeasurementTable | None, limits: OpSettings
+) -> Iterator[list[Case]]:
+    """The cases that the first rank's table does not have, in blocks."""
+
+    def is_missing(case: Case) -> bool:
+        known = table is not None and _identity(case.key, world, limits) in table.known
+        return not world.agreed(float(known))
+
+    missing = filter(is_missing, cases)
+    while block := list(itertools.islice(missing, _BLOCK)):
+        yield block
+
+
+def _in_turn(cases: Sequence[Case], world: World, watch: Stopwatch, limits: OpSettings) -> list[tuple[Case, Timing]]:
+    """Visits every case until its median is known well enough; returns those that run here."""
+    visits: dict[str, list[list[float]]] = {case.key: [] for case in cases}
+    timings: dict[str, Timing] = {}
+    open_cases = list(cases)
+    for number in range(1, _MOST_VISITS + 1):
+        for case in open_cases:
+            world.wait()
+            try:
+                samples, how = watch.visit(case.make, case.moved_bytes)
+            except (RuntimeError, NotImplementedError) as error:  # no such kernel here, or it does not fit
+                world.say(f"{case.key}: left out, {str(error).splitlines()[0][:120]}")
+                del visits[case.key]
+                if world.machine.is_gpu:
+                    torch.cuda.empty_cache()
+                continue
+            visits[case.key].append(samples)
+            if number >= _LEAST_VISITS:
+                timings[case.key] = summary(visits[case.key], how)
+        open_cases = [case for case in open_cases if case.key in visits]
+        if number >= _LEAST_VISITS:
+            known = [timings[case.key].uncertainty <= limits.most_uncertainty for case in open_cases]
+            open_cases = [case for case, is_known in zip(open_cases, known, strict=True) if not world.agreed(is_known)]
+    return [(case, timings[case.key]) for case in cases if case.key in visits]
 
 
 def case_row(case: Case, timing: Timing, world: World, limits: OpSettings) -> dict[str, Cell]:
@@ -127,8 +166,8 @@ def _identity(key: str, world: World, limits: OpSettings) -> str:
 def _refusal(timing: Timing, throttled: str, limits: OpSettings) -> str:
     if not math.isfinite(timing.median_s) or timing.median_s <= 0:
         return "no time"
-    if timing.spread > limits.most_spread:
-        return f"samples scatter by {timing.spread:.1%} (interquartile range), more than {limits.most_spread:.0%}"
+    if timing.uncertainty > limits.most_uncertainty:
+        return f"the median is known to {timing.uncertainty:.1%}, worse than {limits.most_uncertainty:.0%}"
     return f"the clock was throttled: {throttled}" if throttled else ""
 
 
@@ -141,5 +180,5 @@ def _provenance(timing: Timing, world: World, limits: OpSettings) -> dict[str, C
         "gpu": limits.gpu,
         "latency_us": timing.median_s * 1e6,
         "stat": f"median of {timing.count}",
-        "notes": f"{timing.how}; cold caches; spread={timing.spread:.4f}; device={machine.name}; {machine.versions}",
+        "notes": f"{timing.how}; cold caches; {timing.scatter}; device={machine.name}; {machine.versions}",
     }

@@ -1,7 +1,7 @@
 """Whole training steps as rows of the runs table: warmed up, plans interleaved, medians over rounds.
 
 The steps of all plans of one job alternate (A B A B ...), so that a drift of the machine is the same for each. A row
-is written only when it can be vouched for: the loss is finite, the steps do not scatter, no clock was throttled.
+is written only when it can be vouched for: the loss is finite, the median is known, no clock was throttled.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ _WARM_UPS = 2
 
 @dataclass(frozen=True)
 class StepSettings:
-    """``rounds``: how often each plan's step is timed; fewer when ``budget_s`` ends, never under five."""
+    """``rounds``: how often each plan's step is timed; more while a median is not known to ``most_uncertainty``.
+
+    ``budget_s`` ends them, but never under five.
+    """
 
     rounds: int
     budget_s: float
-    most_spread: float
+    most_uncertainty: float
 
 
 LEAST_ROUNDS = 5
@@ -106,12 +109,25 @@ def _rounds(trainers: Sequence[Trainer], world: World, kernels: RealKernels, lim
         peaks.append(float(torch.cuda.max_memory_allocated(world.machine.device)) if world.machine.is_gpu else 0.0)
     first = [run(trainer) for trainer in trainers]
     round_s = world.agreed(max(sum(sample.step_s for sample in first), warm.step_s))
-    rounds = max(LEAST_ROUNDS, min(limits.rounds, int(limits.budget_s / round_s)))
+    affordable = max(LEAST_ROUNDS, int(limits.budget_s / round_s))
     samples: list[list[StepSample]] = [[] for _ in trainers]
-    for _ in range(rounds):
+    while len(samples[0]) < affordable:
         for number, trainer in enumerate(trainers):
             samples[number].append(run(trainer))
+        if len(samples[0]) >= limits.rounds and _are_known(samples, world, limits):
+            break
     return [_collected(own, peak, len(trainers), world) for own, peak in zip(samples, peaks, strict=True)]
+
+
+def _are_known(samples: Sequence[Sequence[StepSample]], world: World, limits: StepSettings) -> bool:
+    """Whether the medians of all plans are; the same on every rank."""
+    slowest = [world.slowest([sample.step_s for sample in own]) for own in samples]
+    return all(_timing(steps_s).uncertainty <= limits.most_uncertainty for steps_s in slowest)
+
+
+def _timing(steps_s: Sequence[float]) -> Timing:
+    """Each step is a visit: the other plans' lie between."""
+    return summary([[seconds] for seconds in steps_s], "median of steps, slowest rank")
 
 
 def _collected(samples: list[StepSample], peak_bytes: float, in_turn: int, world: World) -> _Measured:
@@ -126,23 +142,23 @@ def _collected(samples: list[StepSample], peak_bytes: float, in_turn: int, world
     return _Measured(steps, [list(rank) for rank in zip(*each, strict=True)], world.slowest([peak_bytes])[0], in_turn)
 
 
-def refusal(timing: Timing, losses: Sequence[float], throttled: str, most_spread: float) -> str:
+def refusal(timing: Timing, losses: Sequence[float], throttled: str, most_uncertainty: float) -> str:
     """Why a row is not written; empty when it can be vouched for."""
     if not all(math.isfinite(loss) for loss in losses):
         return "the loss is not finite"
-    if timing.spread > most_spread:
-        return f"the steps scatter by {timing.spread:.1%} (interquartile range), more than {most_spread:.0%}"
+    if timing.uncertainty > most_uncertainty:
+        return f"the median step is known to {timing.uncertainty:.1%}, worse than {most_uncertainty:.0%}"
     return f"the clock was throttled: {throttled}" if throttled else ""
 
 
 def _write(
     plan: StepPlan, measured: _Measured, world: World, table: MeasurementTable | None, limits: StepSettings
 ) -> int:
-    timing = summary([sample.step_s for sample in measured.steps], "median of steps, slowest rank")
+    timing = _timing([sample.step_s for sample in measured.steps])
     facts = state(world.machine)
     losses = [sample.loss for sample in measured.steps]
-    reason = refusal(timing, losses, throttling(facts), limits.most_spread)
-    label = f"{plan.name} {plan.row['precision']}: {timing.median_s:.4g} s, spread {timing.spread:.1%}"
+    reason = refusal(timing, losses, throttling(facts), limits.most_uncertainty)
+    label = f"{plan.name} {plan.row['precision']}: {timing.median_s:.4g} s within {timing.uncertainty:.1%}"
     if reason:
         world.say(f"{label}: not written, {reason}")
         return 0
@@ -156,7 +172,7 @@ def _row(plan: StepPlan, measured: _Measured, world: World, timing: Timing, fact
     notes = [str(plan.row["notes"]), f"device={world.machine.name}", world.machine.versions]
     notes += [f"{key.rpartition('.')[2]}={value}" for key, value in facts.items() if "throttle" not in key]
     phases = zip(("forward_s", "backward_s", "optimizer_s"), zip(*measured.stage_s, strict=True), strict=True)
-    label_info = [f"spread={timing.spread:.4f}", f"steps={timing.count}"]
+    label_info = [timing.scatter, f"steps={timing.count}"]
     label_info += [f"rank_{key}={'|'.join(f'{seconds:.5g}' for seconds in ranks)}" for key, ranks in phases]
     tokens_per_s = plan.tokens / timing.median_s / plan.num_ranks
     return plan.row | {

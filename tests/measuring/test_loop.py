@@ -24,7 +24,7 @@ def test_measure_build_calibrate_evaluate_infer(tmp_path: Path, write_job: Calla
     output = tmp_path / "measured"
     model = {**JOB["model"], "hidden_size": 128, "ffn_hidden_size": 384}
     jobs = [write_job("first"), write_job("second", model=model), write_job("third", parallel={"tensor": 2})]
-    limits = ["--rounds", "5", "--most-spread", "100", "--budget-s", "4"]
+    limits = ["--rounds", "5", "--most-uncertainty", "100", "--budget-s", "4"]
     measured = run_benchmark(2, [*map(str, jobs[:2]), "--output", str(output), *limits])
     assert measured.returncode == 0, measured.stderr
     operators, reasons = read_ops(output / "ops.csv")

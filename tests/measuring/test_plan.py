@@ -86,7 +86,7 @@ def test_a_bare_machine_measures_plans_and_says_what_a_job_needs(
     job = write_job(cluster={**JOB["cluster"], "gpus_per_node": 1}, batch={**JOB["batch"], "global_batch_size": 2})
     plans = measured / "plans.json"
     assert run_benchmark(1, [str(job), "--plan", str(plans), "--precision", "fp32,bf16"]).returncode == 0
-    options = ["--output", str(measured), "--only", "steps", "--rounds", "5", "--most-spread", "100"]
+    options = ["--output", str(measured), "--only", "steps", "--rounds", "5", "--most-uncertainty", "100"]
     done = run_benchmark(1, [str(plans), *options], bare)
     assert done.returncode == 0, done.stderr
     assert len((measured / "runs.csv").read_text(encoding="utf-8").splitlines()) == 3

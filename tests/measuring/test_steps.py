@@ -14,7 +14,7 @@ from dataset_builder.measuring.steps import refusal
 from dataset_builder.measuring.timing import Timing
 from tests.measuring.conftest import run_benchmark
 
-_OPTIONS = ("--only", "steps", "--rounds", "5", "--most-spread", "100")
+_OPTIONS = ("--only", "steps", "--rounds", "5", "--most-uncertainty", "100")
 
 
 def test_every_layout_is_measured_in_every_precision(measured: Path, write_job: Callable[..., Path]) -> None:
@@ -53,14 +53,14 @@ def test_a_job_of_other_ranks_is_refused(measured: Path, write_job: Callable[...
 
 
 @pytest.mark.parametrize(
-    ("spread", "loss", "throttled", "word"),
+    ("uncertainty", "loss", "throttled", "word"),
     [
         (0.05, 7.0, "", ""),
-        (0.2, 7.0, "", "scatter"),
+        (0.2, 7.0, "", "known"),
         (0.05, math.nan, "", "finite"),
         (0.05, 7.0, "thermal", "clock"),
     ],
 )
-def test_rows_are_vouched_for_or_not_written(spread: float, loss: float, throttled: str, word: str) -> None:
-    reason = refusal(Timing(1.0, 0.9, spread, 9, ""), [7.0, loss], throttled, most_spread=0.1)
+def test_rows_are_vouched_for_or_not_written(uncertainty: float, loss: float, throttled: str, word: str) -> None:
+    reason = refusal(Timing(1.0, 0.9, 0.3, uncertainty, 9, ""), [7.0, loss], throttled, most_uncertainty=0.1)
     assert (word in reason) if word else not reason
