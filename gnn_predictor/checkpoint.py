@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,10 +112,13 @@ def _load(directory: Path, stamps: tuple[int | None, ...]) -> Checkpoint:
     return Checkpoint(config, tensors, metrics, directory, _read_blind(directory), _read_points(directory))
 
 
-def save_checkpoint(path: str | os.PathLike[str], checkpoint: Checkpoint, card: str) -> Path:
+def save_checkpoint(
+    path: str | os.PathLike[str], checkpoint: Checkpoint, card: str, beside: Sequence[Callable[[Path], object]] = ()
+) -> Path:
     """Writes a checkpoint so that ``path`` holds either all of it or what was there before.
 
-    Raises CheckpointError when a weight is not finite: such a network predicts nothing.
+    ``beside`` write the further files without which the directory is not whole. Raises CheckpointError when a weight is
+    not finite: such a network predicts nothing.
     """
     target = Path(path)
     broken = _not_finite(checkpoint.tensors)
@@ -134,6 +137,8 @@ def save_checkpoint(path: str | os.PathLike[str], checkpoint: Checkpoint, card: 
                 (new / file).write_bytes(safetensors.torch.save(plain))
         for file, text in _description(checkpoint, card).items():
             (new / file).write_text(text, encoding="utf-8")
+        for write in beside:
+            write(new)
         if target.exists():
             target.rename(scratch / "old")
         new.rename(target)

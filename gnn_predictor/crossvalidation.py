@@ -1,7 +1,8 @@
 """Held-out predictions: every split of a protocol is trained without its test groups and predicts them.
 
 Fits are independent tasks, run in worker processes (one thread each, so two cores run two), and each leaves its result
-in the working directory: an interrupted training continues where it was.
+in the working directory: an interrupted training continues where it was. Under torchrun all ranks train every fit
+together instead; the leader alone writes, and how many ranks there were is not part of a fit's name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import math
 import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from dataset_builder.corpus.splits import Split, fold_of
+from gnn_predictor import ranks
 from gnn_predictor.batch import collate
 from gnn_predictor.dataset import OperatorExamples, RunExamples
 from gnn_predictor.features import GraphArrays
@@ -79,8 +81,8 @@ def fit_all(tasks: Sequence[FitTask], shop: Workshop) -> dict[str, list[dict[str
     """Trains what has no result yet; returns every task's losses by epoch."""
     shop.directory.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    todo = [task for task in tasks if not _file(task, shop, "weights").exists()]
-    if shop.num_workers > 1 and len(todo) > 1:
+    todo = ranks.from_leader(lambda: [task for task in tasks if not _file(task, shop, "weights").exists()])
+    if shop.num_workers > 1 and len(todo) > 1 and ranks.count() == 1:
         _fork_shared["shop"] = shop  # inherited by the forked workers: the corpus is not copied
         context = multiprocessing.get_context("fork")
         with ProcessPoolExecutor(shop.num_workers, mp_context=context) as pool:
@@ -88,7 +90,7 @@ def fit_all(tasks: Sequence[FitTask], shop: Workshop) -> dict[str, list[dict[str
     else:
         for task in todo:
             _fit_one(task, shop)
-    return {task.name: json.loads(_file(task, shop, "history").read_text()) for task in tasks}
+    return ranks.from_leader(lambda: {task.name: _history(task, shop) for task in tasks})
 
 
 _fork_shared: dict[str, Workshop] = {}
@@ -100,13 +102,12 @@ def _fit_in_worker(task: FitTask) -> None:
 
 
 def _fit_one(task: FitTask, shop: Workshop) -> None:
-    history_file = _file(task, shop, "history")
-    history: list[dict[str, float]] = json.loads(history_file.read_text()) if history_file.exists() else []
+    history = _history(task, shop)
 
     def report(epoch: int, metrics: dict[str, float]) -> None:
         del history[epoch:]
         history.append(metrics)
-        history_file.write_text(json.dumps(history))
+        _replace(_file(task, shop, "history"), lambda file: file.write_text(json.dumps(history)))
         figures = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         print(f"{task.name} epoch {epoch + 1}/{task.settings.epochs}  {figures}", file=sys.stderr, flush=True)
 
@@ -118,9 +119,21 @@ def _fit_one(task: FitTask, shop: Workshop) -> None:
         state_file=_file(task, shop, "state"),
         report=report,
     )
-    partial = _file(task, shop, "partial")
-    torch.save(network.state_dict(), partial)
-    partial.replace(_file(task, shop, "weights"))
+    if ranks.is_leader():
+        _replace(_file(task, shop, "weights"), lambda file: torch.save(network.state_dict(), file))
+
+
+def _history(task: FitTask, shop: Workshop) -> list[dict[str, float]]:
+    file = _file(task, shop, "history")
+    history: list[dict[str, float]] = json.loads(file.read_text()) if file.exists() else []
+    return history
+
+
+def _replace(file: Path, write: Callable[[Path], object]) -> None:
+    """Writes a file beside this one and puts it in its place: a kill leaves the old one or the new one."""
+    partial = file.with_name(f"{file.name}.partial")
+    write(partial)
+    partial.replace(file)
 
 
 def _file(task: FitTask, shop: Workshop, suffix: str) -> Path:

@@ -15,11 +15,13 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import BatchSampler, Dataset, RandomSampler, Sampler
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
 
 from dataset_builder.corpus.measurements import OpMeasurement
 from dataset_builder.tracing.work import roofline_s
+from gnn_predictor import ranks
 from gnn_predictor.batch import GraphBatch, device_index, pipeline_shape, stage_rows
 from gnn_predictor.features import (
     FORMATS,
@@ -79,12 +81,41 @@ def graph_batch(data: Any) -> GraphBatch:
     )
 
 
+class _RunDataset(Dataset[RunData]):
+    """Graphs as torch-geometric data, each made when asked for."""
+
+    def __init__(self, graphs: Sequence[GraphArrays], devices: Sequence[str]) -> None:
+        self._graphs, self._devices = graphs, devices
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __getitem__(self, row: int) -> RunData:
+        return run_data(self._graphs[row], self._devices, row)
+
+
+class _OwnShare(Sampler[list[int]]):
+    """This rank's part of every batch."""
+
+    def __init__(self, batches: BatchSampler) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self._batches:
+            yield [batch[position] for position in ranks.share(len(batch))]
+
+
 def run_loader(
-    graphs: Sequence[GraphArrays], devices: Sequence[str], batch_size: int, generator: torch.Generator | None
+    graphs: Sequence[GraphArrays], devices: Sequence[str], batch_size: int, generator: torch.Generator
 ) -> DataLoader:
-    """Batches of runs, shuffled when a generator is given."""
-    data = [run_data(graph, devices, row) for row, graph in enumerate(graphs)]
-    return DataLoader(data, batch_size=batch_size, shuffle=generator is not None, generator=generator)
+    """This rank's part of shuffled batches of runs."""
+    data = _RunDataset(graphs, devices)
+    order = RandomSampler(range(len(graphs)), generator=generator)
+    batches = _OwnShare(BatchSampler(order, batch_size, drop_last=False))
+    return DataLoader(data, batch_sampler=batches, generator=generator)
 
 
 @dataclass(frozen=True)

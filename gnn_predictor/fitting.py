@@ -2,6 +2,9 @@
 
 The state after every epoch (weights, optimizer, random generators) is one file, replaced atomically; a run that was
 killed continues from it and ends with the same weights as one that was not.
+
+Where several ranks train together (:mod:`gnn_predictor.ranks`) each computes its share of every batch. Loss and
+gradients are those of the whole batch; only what training drops at random is drawn by each rank for its own rows.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from gnn_predictor import ranks
+from gnn_predictor.batch import GraphBatch
 from gnn_predictor.dataset import OperatorExamples, RunExamples, endless_rows, graph_batch, run_loader
 from gnn_predictor.network import NetworkConfig, Predictor
 from gnn_predictor.objective import robust, source_weights, spread_loss
@@ -71,13 +77,28 @@ def fit(
 ) -> Predictor:
     """Trains a network on these runs and operators and returns it in evaluation mode."""
     training = _Training(config, settings, runs, operators)
-    if state_file is not None and state_file.exists():
+    if state_file is not None:
         training.load(state_file)
     while training.epoch < settings.epochs:
-        report(training.epoch, training.run_epoch())
+        epoch, metrics = training.epoch, training.run_epoch()
+        if ranks.is_leader():
+            report(epoch, metrics)
         if state_file is not None:
             training.save(state_file)
     return training.result()
+
+
+class _BothBatches(nn.Module):
+    """Runs and operators in one forward pass, as DistributedDataParallel wants it."""
+
+    def __init__(self, network: Predictor) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, runs: GraphBatch, operators: GraphBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Iteration seconds and log spread of the runs [B], seconds of the operators [O]."""
+        seconds, times, _ = self.network(runs)
+        return seconds, times.log_spread, self.network.node_times(operators).seconds
 
 
 class _Training:
@@ -105,6 +126,15 @@ class _Training:
         self.num_steps = settings.epochs * len(self.loader)
         self.step = 0
         self.epoch = 0
+        self.model: nn.Module = _BothBatches(self.network)
+        if ranks.count() > 1:
+            self.model = DistributedDataParallel(self.model)
+            self._seed_rank()
+
+    def _seed_rank(self) -> None:
+        """What a rank drops at random is its own; rank 0 alone goes on as a single process would."""
+        if not ranks.is_leader():
+            torch.manual_seed((self.settings.seed << 32) + (self.epoch << 16) + ranks.rank())
 
     def run_epoch(self) -> dict[str, float]:
         """One pass over the runs; returns mean losses and the learning rate."""
@@ -119,29 +149,32 @@ class _Training:
         if self.epoch >= self.settings.average_from * self.settings.epochs:
             self.average.update_parameters(self.network)
         self.epoch += 1
-        run, operator, error = np.mean(losses, axis=0).tolist()
+        run, operator, error = ranks.total(torch.tensor(losses, dtype=torch.float64)).mean(0).tolist()
         return {"run_loss": run, "operator_loss": operator, "run_abs_log_error": error,
                 "learning_rate": self.optimizer.param_groups[0]["lr"],
                 "epoch_s": time.perf_counter() - started}  # fmt: skip
 
     def _step(self, data: Any, operator_rows: Tensor) -> tuple[float, float, float]:
-        seconds, times, _ = self.network(graph_batch(data))
+        """One update; returns this rank's part of both losses and of the mean absolute log error."""
+        operator_rows = operator_rows[ranks.share(len(operator_rows))]
+        seconds, log_spread, operator_s = self.model(graph_batch(data), self.operators.batch(operator_rows))
         error = seconds.log() - self.log_seconds[data.row]
-        weight = self.weight[data.row]
-        run_loss = robust(error, weight)
-        operator_times = self.network.node_times(self.operators.batch(operator_rows))
-        operator_error = operator_times.seconds.log() - self.operators.log_seconds[operator_rows]
-        operator_loss = robust(operator_error, torch.ones_like(operator_error))
+        operator_error = operator_s.log() - self.operators.log_seconds[operator_rows]
+        weight, one = self.weight[data.row], torch.ones_like(operator_error)
+        mine = torch.stack([weight.sum(), torch.tensor(float(len(error))), one.sum()])
+        whole, num_runs, num_operators = ranks.total(mine)
+        run_loss = robust(error, weight, whole)
+        operator_loss = robust(operator_error, one, num_operators)
         loss = (
             run_loss
             + self.settings.operator_weight * operator_loss
-            + self.settings.spread_weight * spread_loss(error, times.log_spread, weight)
+            + self.settings.spread_weight * spread_loss(error, log_spread, weight, whole)
         )
         self.optimizer.zero_grad()
-        loss.backward()
+        (loss * ranks.count()).backward()  # of which the ranks' mean is taken
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         self.optimizer.step()
-        return run_loss.item(), operator_loss.item(), error.detach().abs().mean().item()
+        return run_loss.item(), operator_loss.item(), (error.detach().abs().sum() / num_runs).item()
 
     def _set_learning_rate(self) -> None:
         """Linear warm-up over the first 3% of the steps, then a cosine to 2%."""
@@ -157,11 +190,14 @@ class _Training:
         return averaged.eval()
 
     def save(self, path: Path) -> None:
-        """Replaces the state file in one step, so that a kill leaves the last whole one."""
+        """Replaces the state file in one step, so that a kill leaves the last whole one; the leader writes."""
+        random_states = ranks.gathered(torch.get_rng_state())
+        if not ranks.is_leader():
+            return
         state = {
             "epoch": self.epoch, "step": self.step, "network": self.network.state_dict(),
             "average": self.average.state_dict(), "optimizer": self.optimizer.state_dict(),
-            "generator": self.generator.get_state(), "torch": torch.get_rng_state(),
+            "generator": self.generator.get_state(), "torch": random_states,
         }  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".partial")
@@ -169,11 +205,19 @@ class _Training:
         os.replace(temporary, path)
 
     def load(self, path: Path) -> None:
-        """Continues from a state file of the same configuration."""
-        state = torch.load(path, weights_only=True)
+        """Continues from the state file of the same configuration, if there is one.
+
+        Another number of ranks may have written it; then what they drop at random is drawn anew.
+        """
+        state = ranks.from_leader(lambda: torch.load(path, weights_only=True) if path.exists() else None)
+        if state is None:
+            return
         self.network.load_state_dict(state["network"])
         self.average.load_state_dict(state["average"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
-        torch.set_rng_state(state["torch"])
         self.epoch, self.step = state["epoch"], state["step"]
+        known = state["torch"]
+        torch.set_rng_state(known[ranks.rank() % len(known)].clone())  # a view that does not start at 0 crashes torch
+        if len(known) != ranks.count():
+            self._seed_rank()

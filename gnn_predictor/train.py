@@ -7,6 +7,7 @@
    added to the checkpoint that is there, if it has this configuration and corpus.
 
 Interrupted, the same command continues; the result does not depend on the interruption nor on the number of workers.
+Under torchrun the ranks train every fit together, data parallel, and the first of them does and writes all the rest.
 """
 
 from __future__ import annotations
@@ -29,20 +30,25 @@ if __name__ == "__main__" and answered_at_once(HELP, sys.argv[1:]):
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hydra
 import numpy as np
 import pandas as pd
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from dataset_builder.corpus.build import open_corpus
+from dataset_builder.corpus.build import load_corpus, open_corpus
 from dataset_builder.job.errors import JobError
+from gnn_predictor import ranks
 from gnn_predictor.adapter import Shrinkage
 from gnn_predictor.baselines import write_reference
 from gnn_predictor.card import model_card
@@ -108,9 +114,10 @@ class Settings(BaseModel):
 
 
 def run_training(settings: Settings) -> Path:
-    """Trains, evaluates and writes the checkpoint; returns its directory."""
+    """Trains, evaluates and writes the checkpoint; returns its directory. Of several ranks only the leader writes."""
+    ranks.from_leader(lambda: open_corpus(settings.corpus).content_hash)  # builds it where there is none
     examples = load_examples(
-        open_corpus(settings.corpus), settings.max_runs, settings.max_operators, blind=settings.protocols.b3
+        load_corpus(settings.corpus), settings.max_runs, settings.max_operators, blind=settings.protocols.b3
     )
     config = NetworkConfig.fitting(examples.runs.graphs[0], examples.devices, **settings.network)
     directory = Path(settings.work) / _identity(config, examples)
@@ -123,13 +130,16 @@ def run_training(settings: Settings) -> Path:
     ]  # fmt: skip
     final = _final_tasks(settings, examples)
     final_blind = [replace(task, name=f"B3-{task.name}") for task in final[:1]] if blind_shop else []
-    with Tracker(settings.tracking, name=settings.name, config=settings.model_dump(mode="json")) as tracker:
+    tracking = settings.tracking if ranks.is_leader() else {**settings.tracking, "mode": "disabled"}
+    with Tracker(tracking, name=settings.name, config=settings.model_dump(mode="json")) as tracker:
         tracker.log_dataset(Path(settings.corpus), {"hash": examples.corpus_hash, "runs": len(examples.runs)})
         seeing = [task for protocol in protocols for tasks in protocol.tasks.values() for task in tasks]
         histories = fit_all([*seeing, *final], shop)
         if blind_shop is not None:
             blind = [task for protocol in protocols for tasks in protocol.blind.values() for task in tasks]
             histories |= fit_all([*blind, *final_blind], blind_shop)
+        if not ranks.is_leader():
+            return Path(settings.output)
         _log_histories(tracker, histories, settings.fit.epochs)
         held_out = {protocol.name: protocol.held_out() for protocol in protocols}
         trusted = {name: rows[rows["doubt"] == ""].reset_index(drop=True) for name, rows in held_out.items()}
@@ -227,10 +237,9 @@ def _write(
     labels = learnt.table["precision_label"].tolist()
     points = TrainingPoints.of(learnt.graphs, labels, checkpoint.config.domain.precisions)
     checkpoint = replace(checkpoint, points=points)
-    path = save_checkpoint(settings.output, checkpoint, model_card(checkpoint))
-    write_reference([examples.reference[row] for row in examples.trusted], path)
-    write_held_out(known, path)
-    return path
+    reference = [examples.reference[row] for row in examples.trusted]
+    beside = (partial(write_reference, reference), partial(write_held_out, known))
+    return save_checkpoint(settings.output, checkpoint, model_card(checkpoint), beside)
 
 
 @hydra.main(version_base="1.3", config_path=CONFIGURATION, config_name="train")
@@ -244,13 +253,27 @@ def main(configuration: DictConfig) -> None:
             where = ".".join(map(str, problem["loc"]))
             print(f"train: {where}: got {problem['input']!r}; {problem['msg']}", file=sys.stderr)
         sys.exit(2)
+    if _launched_rank() is not None and HydraConfig.get().mode == RunMode.MULTIRUN:
+        print(
+            "train: --multirun under torchrun: start each training of the sweep with its own torchrun", file=sys.stderr
+        )
+        sys.exit(2)
     try:
-        path = run_training(settings)
+        with ranks.joined():
+            path = run_training(settings)
     except (JobError, CheckpointError) as error:
         print(f"train: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    print(json.dumps({"checkpoint": str(path)}))
+    if not _launched_rank():
+        print(json.dumps({"checkpoint": str(path)}))
+
+
+def _launched_rank() -> int | None:
+    """This process's rank where torchrun started several."""
+    return int(os.environ["RANK"]) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
 
 
 if __name__ == "__main__":
+    if _launched_rank():  # what Hydra writes of a run, the leader writes
+        sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled"]
     main()
