@@ -28,6 +28,7 @@ from gnn_predictor.batch import collate
 from gnn_predictor.dataset import OperatorExamples, RunExamples
 from gnn_predictor.features import GraphArrays
 from gnn_predictor.fitting import FitSettings, fit
+from gnn_predictor.graph_store import GraphStore
 from gnn_predictor.network import Ensemble, NetworkConfig, Predictor
 
 Mask = NDArray[np.bool_]
@@ -137,8 +138,10 @@ def _replace(file: Path, write: Callable[[Path], object]) -> None:
 
 
 def _file(task: FitTask, shop: Workshop, suffix: str) -> Path:
-    """A task's file; other settings or rows make another one."""
-    rows = (task.settings, task.runs, task.operators)
+    """A task's file; other settings, rows or orders of rows make another one."""
+    rows: tuple[object, ...] = (task.settings, task.runs, task.operators)
+    if isinstance(shop.runs.graphs, GraphStore):
+        rows += (shop.runs.graphs.held,)
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()[:8]
     return shop.directory / f"{task.name}.{digest}.{suffix}"
 

@@ -31,6 +31,7 @@ from gnn_predictor.features import (
     node_features,
     operator_software_features,
 )
+from gnn_predictor.graph_store import GraphStore
 
 _SHIFTED_BY_NODES = ("edge_index", "entry_node")
 _TENSORS = (
@@ -94,6 +95,19 @@ class _RunDataset(Dataset[RunData]):
         return run_data(self._graphs[row], self._devices, row)
 
 
+class _WindowOrder(Sampler[int]):
+    """Rows in the random order in which a store reads each of its groups once."""
+
+    def __init__(self, graphs: GraphStore, generator: torch.Generator) -> None:
+        self._graphs, self._generator = graphs, generator
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __iter__(self) -> Iterator[int]:
+        return self._graphs.shuffled_rows(self._generator)
+
+
 class _OwnShare(Sampler[list[int]]):
     """This rank's part of every batch."""
 
@@ -113,7 +127,9 @@ def run_loader(
 ) -> DataLoader:
     """This rank's part of shuffled batches of runs."""
     data = _RunDataset(graphs, devices)
-    order = RandomSampler(range(len(graphs)), generator=generator)
+    order = (
+        _WindowOrder(graphs, generator) if isinstance(graphs, GraphStore) else RandomSampler(data, generator=generator)
+    )
     batches = _OwnShare(BatchSampler(order, batch_size, drop_last=False))
     return DataLoader(data, batch_sampler=batches, generator=generator)
 
@@ -122,16 +138,18 @@ def run_loader(
 class RunExamples:
     """Measured runs: a table of labels and groups, and the graph of each row."""
 
-    table: pd.DataFrame  # the columns of examples.run_table
-    graphs: tuple[GraphArrays, ...]
+    table: pd.DataFrame  # the columns of examples.load_examples
+    graphs: Sequence[GraphArrays]
 
     def __len__(self) -> int:
         return len(self.graphs)
 
     def select(self, rows: NDArray[np.bool_] | NDArray[np.int64]) -> RunExamples:
         """The runs at these positions, or where a mask is true."""
-        positions = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows
+        positions = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows.astype(np.int64)
         table = self.table.iloc[positions].reset_index(drop=True)
+        if isinstance(self.graphs, GraphStore):
+            return RunExamples(table, self.graphs.select(positions))
         return RunExamples(table, tuple(self.graphs[i] for i in positions))
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dataset_builder.corpus.build import Corpus
-from dataset_builder.corpus.measurements import OpMeasurement, RunMeasurement
+from dataset_builder.corpus.measurements import RunMeasurement
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.layout import rank_layout
 from dataset_builder.tracing.trace import build_graph
 from gnn_predictor.baselines import analytic_features, blind_job, job_key, layout_group, pair_group, reference_row
 from gnn_predictor.dataset import OperatorExamples, RunExamples, operator_examples
 from gnn_predictor.features import GraphArrays, featurize
+from gnn_predictor.graph_store import GraphStore
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class Examples:
 
     runs: RunExamples
     blind_runs: RunExamples | None  # the same runs traced as if all computed in 16 bits, for baseline B3
-    measurements: tuple[RunMeasurement, ...]  # of the runs, in order
+    measurements: Sequence[RunMeasurement]  # of the runs, in order
     operators: OperatorExamples
     reference: tuple[dict[str, float | str], ...]  # the baselines' features of the runs
     devices: tuple[str, ...]
@@ -33,39 +37,64 @@ class Examples:
     @property
     def trusted(self) -> tuple[int, ...]:
         """Row numbers of the runs that are learnt from."""
-        return tuple(row for row, run in enumerate(self.measurements) if not run.doubt)
+        return tuple(np.flatnonzero(self.runs.table["doubt"] == "").tolist())
 
-    @property
-    def trusted_jobs(self) -> list[TrainingJob]:
+    def trusted_jobs(self) -> Iterator[TrainingJob]:
         """Their jobs."""
-        return [job for row in self.trusted if (job := self.measurements[row].job) is not None]
+        return (job for row in self.trusted if (job := self.measurements[row].job) is not None)
 
 
-def load_examples(corpus: Corpus, max_runs: int | None, max_operators: int | None, blind: bool = False) -> Examples:
-    """Features of a corpus; with a maximum, an even and reproducible choice of its rows."""
-    usable = [run for run in corpus.runs if run.job is not None and run.is_timed]
-    measurements = _spread_out(usable, max_runs)
-    graphs, reference = [], []
-    for run in measurements:
-        job = run.job
-        assert job is not None
-        graph, layout = corpus.graph(run.run_id), rank_layout(job)
-        graphs.append(featurize(job, graph, layout))
-        keys = {"run_id": run.run_id, "source_id": run.source_id, "job_group": run.job_group, "job_key": job_key(job)}
-        reference.append(reference_row(keys, analytic_features(job, graph, layout), run.iter_time_s))
-    chosen = _evenly(corpus.operators, max_operators)
-    devices = tuple(sorted({graph.device_name for graph in graphs} | {op.device.name for op in chosen}))
-    operators = operator_examples(chosen, devices, num_workload=graphs[0].workload.shape[1])
-    table = run_table(measurements)
+@dataclass(frozen=True)
+class ExampleLimits:
+    """How much of a corpus is used, an even and reproducible choice, and how much of that is in memory."""
+
+    max_runs: int | None = None
+    max_operators: int | None = None
+    graphs_held: int | None = None  # with so many graphs or fewer, all are
+
+
+def load_examples(corpus: Corpus, limits: ExampleLimits, scratch: Path, blind: bool = False) -> Examples:
+    """Features of a corpus; graphs that are not held go to a file in ``scratch`` that goes with this process."""
+    stored = corpus.stored_runs().select(_spread_out(corpus.facts["num_runs"], limits.max_runs))
+    held = limits.graphs_held if limits.graphs_held is not None and limits.graphs_held < len(stored) else None
+    measurements = list(stored) if held is None else stored
+
+    def kept(graphs: Iterator[GraphArrays]) -> Sequence[GraphArrays]:
+        return tuple(graphs) if held is None else GraphStore.write(graphs, scratch, held)
+
+    rows: list[dict[str, Any]] = []
+    reference: list[dict[str, float | str]] = []
+    graphs = kept(_featurized(corpus, measurements, rows, reference))
+    table = pd.DataFrame(rows)
+    operators = corpus.operators_at(_evenly(corpus, limits.max_operators))
+    devices = tuple(sorted(set(table.pop("device")) | {op.device.name for op in operators}))
     return Examples(
-        RunExamples(table, tuple(graphs)),
-        RunExamples(table, tuple(_blind(run.job) for run in measurements if run.job)) if blind else None,
-        tuple(measurements),
-        operators,
+        RunExamples(table, graphs),
+        RunExamples(table, kept(_blind(run.job) for run in measurements if run.job)) if blind else None,
+        measurements,
+        operator_examples(operators, devices, num_workload=graphs[0].workload.shape[1]),
         tuple(reference),
         devices,
         corpus.content_hash,
     )
+
+
+def _featurized(
+    corpus: Corpus,
+    measurements: Sequence[RunMeasurement],
+    rows: list[dict[str, Any]],
+    reference: list[dict[str, float | str]],
+) -> Iterator[GraphArrays]:
+    """The graph of every run, in one pass that adds a row each to the run table and to the baselines' features."""
+    for run in measurements:
+        job = run.job
+        assert job is not None
+        graph, layout = corpus.graph(run.run_id), rank_layout(job)
+        arrays = featurize(job, graph, layout)
+        keys = {"run_id": run.run_id, "source_id": run.source_id, "job_group": run.job_group, "job_key": job_key(job)}
+        reference.append(reference_row(keys, analytic_features(job, graph, layout), run.iter_time_s))
+        rows.append({**_labels(run, job), "device": arrays.device_name})
+        yield arrays
 
 
 def _blind(job: TrainingJob) -> GraphArrays:
@@ -73,30 +102,31 @@ def _blind(job: TrainingJob) -> GraphArrays:
     return featurize(job, build_graph(job), rank_layout(job))
 
 
-def run_table(measurements: Sequence[RunMeasurement]) -> pd.DataFrame:
-    """Labels and groups of runs, a row each."""
-    columns = ("run_id", "source_id", "gpu", "precision", "architecture", "job_group", "iter_time_s", "peak_mem_gb",
-               "doubt")  # fmt: skip
-    table = pd.DataFrame({name: [getattr(run, name) for run in measurements] for name in columns})
-    jobs = [run.job for run in measurements if run.job is not None]
-    table["precision_label"] = [job.precision.label for job in jobs]
-    table["pair_group"] = [pair_group(job) for job in jobs]
-    table[["layout_group", "layout"]] = [layout_group(job) for job in jobs]
-    return table
+def _labels(run: RunMeasurement, job: TrainingJob) -> dict[str, Any]:
+    """Labels and groups of a run: its row of the run table."""
+    names = ("run_id", "source_id", "gpu", "precision", "architecture", "job_group", "iter_time_s", "peak_mem_gb",
+             "doubt")  # fmt: skip
+    group, layout = layout_group(job)
+    return {
+        **{name: getattr(run, name) for name in names},
+        "precision_label": job.precision.label,
+        "pair_group": pair_group(job),
+        "layout_group": group,
+        "layout": layout,
+    }
 
 
-def _spread_out(runs: Sequence[RunMeasurement], most: int | None) -> list[RunMeasurement]:
-    if most is None or most >= len(runs):
-        return list(runs)
-    return [runs[int(position)] for position in np.linspace(0, len(runs) - 1, most)]
+def _spread_out(count: int, most: int | None) -> NDArray[np.int64]:
+    """At most so many of ``count`` rows, evenly."""
+    return np.arange(count) if most is None or most >= count else np.linspace(0, count - 1, most).astype(np.int64)
 
 
-def _evenly(operators: Sequence[OpMeasurement], most: int | None) -> list[OpMeasurement]:
+def _evenly(corpus: Corpus, most: int | None) -> NDArray[np.int64]:
     """At most this many, so that small kinds, sources and formats keep all their rows and large ones share the rest."""
-    if most is None or most >= len(operators):
-        return list(operators)
-    keys = pd.Series([f"{op.source_id} {op.node.kind} {op.node.input_dtype}" for op in operators])
-    order = pd.Series(np.random.default_rng(0).random(len(operators)))
-    rank = order.groupby(keys).rank()  # within its key, in random order
-    chosen = np.sort(rank.to_numpy().argsort(kind="stable")[:most])
-    return [operators[int(position)] for position in chosen]
+    count = corpus.facts["num_operators"]
+    if most is None or most >= count:
+        return np.arange(count)
+    order = pd.Series(np.random.default_rng(0).random(count))
+    keys = corpus.operator_columns(("source_id", "kind", "input_dtype"))
+    rank = order.groupby([keys[name] for name in keys], observed=True).rank()  # within its key, in random order
+    return np.sort(rank.to_numpy().argsort(kind="stable")[:most])

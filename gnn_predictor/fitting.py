@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gnn_predictor import ranks
 from gnn_predictor.batch import GraphBatch
 from gnn_predictor.dataset import OperatorExamples, RunExamples, endless_rows, graph_batch, run_loader
+from gnn_predictor.graph_store import in_parts
 from gnn_predictor.network import NetworkConfig, Predictor
 from gnn_predictor.objective import robust, source_weights, spread_loss
 
@@ -47,15 +48,31 @@ class FitSettings:
 
 def _scales(runs: RunExamples, operators: OperatorExamples) -> tuple[Tensor, Tensor]:
     """Mean and deviation of node features (half runs, half operators) and of workload features."""
-    run_nodes = torch.from_numpy(np.concatenate([graph.node_features for graph in runs.graphs]))
-    workload = torch.from_numpy(np.concatenate([graph.workload for graph in runs.graphs]))
-    means = [(part.mean(0), part.var(0)) for part in (run_nodes, operators.node_features)]
+    means = [_moments(_stacked(runs, "node_features")), _moments([operators.node_features])]
     mean = (means[0][0] + means[1][0]) / 2
+    workload_mean, workload_variance = _moments(_stacked(runs, "workload"))
     variance = sum((var + (m - mean) ** 2) for m, var in means) / 2
     return (
         torch.stack([mean, _deviation(torch.as_tensor(variance))]),
-        torch.stack([workload.mean(0), _deviation(workload.var(0))]),
+        torch.stack([workload_mean, _deviation(workload_variance)]),
     )
+
+
+def _stacked(runs: RunExamples, name: str) -> Iterator[Tensor]:
+    """An array of all graphs, [rows, feature], in parts that fit in memory."""
+    for graphs in in_parts(runs.graphs):
+        yield torch.from_numpy(np.concatenate([getattr(graph, name) for graph in graphs]))
+
+
+def _moments(parts: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance of every column over all parts, merged pairwise (Chan, Golub, LeVeque 1979)."""
+    each = ((len(part), part.mean(0), part.var(0)) for part in parts)
+    count, mean, variance = next(each)
+    for more, its_mean, its_variance in each:
+        whole, apart = count + more, its_mean - mean
+        squares = variance * (count - 1) + its_variance.nan_to_num() * (more - 1) + apart**2 * count * more / whole
+        count, mean, variance = whole, mean + apart * more / whole, squares / (whole - 1)
+    return mean, variance
 
 
 def _deviation(variance: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -43,7 +43,7 @@ LEFT_OUT = {"P2": "precision", "P3": "precision", "P4": "gpu", "P5": "source_id"
 
 def protocol_splits(name: str, examples: Examples, folds: int) -> list[Split]:
     """The splits of a protocol."""
-    runs = examples.measurements
+    runs = cast("list[splits.Run]", list(examples.runs.table.itertuples(index=False)))
     if name == "P1":
         return splits.unseen_jobs(runs, folds)
     if name in ("P2", "P3"):
@@ -106,7 +106,8 @@ class Protocol:
         """What a few runs of every held-out source are worth, and the shrinkage that is best for all."""
         sources, start = [], 0
         for split in self.splits:
-            trusted = [row for row in split.test if not examples.measurements[row].doubt]
+            known = set(examples.trusted)
+            trusted = [row for row in split.test if row in known]
             rows = np.array(trusted, dtype=np.int64)
             jobs = tuple(job for row in rows if (job := examples.measurements[row].job) is not None)
             own = np.array(half_width.tolist()[start : start + len(rows)])

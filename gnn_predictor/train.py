@@ -62,9 +62,10 @@ from gnn_predictor.checkpoint import (
 from gnn_predictor.crossvalidation import FitTask, Workshop, fit_all, trained
 from gnn_predictor.distance import TrainingPoints
 from gnn_predictor.domain import domain_of
-from gnn_predictor.examples import Examples, load_examples
+from gnn_predictor.examples import ExampleLimits, Examples, load_examples
 from gnn_predictor.features import FEATURE_HASH
 from gnn_predictor.fitting import FitSettings
+from gnn_predictor.graph_store import GROUP
 from gnn_predictor.interval import Interval
 from gnn_predictor.memory_fit import learn_memory
 from gnn_predictor.network import Ensemble, NetworkConfig
@@ -107,6 +108,7 @@ class Settings(BaseModel):
     members: int = Field(ge=0)
     max_runs: int | None
     max_operators: int | None
+    graphs_held: int | None = Field(ge=GROUP)
     fit: FitSettings
     network: dict[str, Any]
     protocols: ProtocolSettings
@@ -116,9 +118,8 @@ class Settings(BaseModel):
 def run_training(settings: Settings) -> Path:
     """Trains, evaluates and writes the checkpoint; returns its directory. Of several ranks only the leader writes."""
     ranks.from_leader(lambda: open_corpus(settings.corpus).content_hash)  # builds it where there is none
-    examples = load_examples(
-        load_corpus(settings.corpus), settings.max_runs, settings.max_operators, blind=settings.protocols.b3
-    )
+    limits = ExampleLimits(settings.max_runs, settings.max_operators, settings.graphs_held)
+    examples = load_examples(load_corpus(settings.corpus), limits, Path(settings.work), blind=settings.protocols.b3)
     config = NetworkConfig.fitting(examples.runs.graphs[0], examples.devices, **settings.network)
     directory = Path(settings.work) / _identity(config, examples)
     shop = Workshop(config, examples.runs, examples.operators, directory, settings.workers)
@@ -213,8 +214,8 @@ def _write(
             corpus_hash=examples.corpus_hash,
             name=settings.name,
             network=asdict(config),
-            domain=domain_of(examples.trusted_jobs),
-            training={"fit": asdict(settings.fit), "members": settings.members, "runs": len(examples.trusted_jobs)},
+            domain=domain_of(examples.trusted_jobs()),
+            training={"fit": asdict(settings.fit), "members": settings.members, "runs": len(examples.trusted)},
             interval=interval_of(known, Interval()),
             memory=memory,
         )

@@ -22,20 +22,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from dataset_builder.corpus import splits, storage
 from dataset_builder.corpus.card import corpus_card, croissant
 from dataset_builder.corpus.measurements import OpMeasurement, RunMeasurement, read_ops, read_runs, shipped_table
 from dataset_builder.job.errors import JobError
-from dataset_builder.job.hardware import cell_device
+from dataset_builder.job.hardware import DeviceSpec, cell_device
 from dataset_builder.job.schema import attention_kernel, has_fused_kernels
 from dataset_builder.tracing.graph import TrainingGraph
 from dataset_builder.tracing.trace import build_graph
 
 FORMAT_VERSION = 3
+# Of each table: what is read at a time by those who do not read it whole.
+_ROW_GROUPS = {"runs": 1024, "graphs": 2**14, "nodes": 2**14, "edges": 2**15, "repeats": 2**15, "stages": 2**12,
+               "ops": 2**15}  # fmt: skip
 TABLES = ("runs", "graphs", "nodes", "edges", "repeats", "stages", "ops")
 
 
@@ -53,15 +58,35 @@ class Corpus:
 
     @cached_property
     def runs(self) -> list[RunMeasurement]:
-        """The runs, each with its resolved job."""
-        return storage.stored_runs(self._table("runs"))
+        """The runs, each with its resolved job: 30 kB each, see :meth:`stored_runs`."""
+        return list(self.stored_runs())
+
+    def stored_runs(self) -> storage.StoredRuns:
+        """The runs, each read when it is asked for."""
+        return storage.StoredRuns(self._table("runs"))
 
     @cached_property
     def operators(self) -> list[OpMeasurement]:
-        """The measured operators."""
-        table = self._table("ops")
-        names = table["gpu"].unique().to_pylist()
-        return storage.stored_operators(table, {name: cell_device(name) for name in names})
+        """The measured operators: 1 kB each, see :meth:`operators_at`."""
+        return self.operators_at(np.arange(self.facts["num_operators"]))
+
+    def operators_at(self, rows: NDArray[np.int64]) -> list[OpMeasurement]:
+        """The operators at these rows, which ascend; no others are built."""
+        chosen: list[OpMeasurement] = []
+        devices: dict[str, DeviceSpec] = {}
+        start = 0
+        for batch in pq.ParquetFile(self.path / "ops.parquet").iter_batches(_ROW_GROUPS["ops"]):
+            first, last = np.searchsorted(rows, [start, start + batch.num_rows])
+            table = pa.Table.from_batches([batch]).take(rows[first:last] - start)
+            names = set(table["gpu"].unique().to_pylist()) - set(devices)
+            devices |= {name: cell_device(name) for name in names}
+            chosen += storage.stored_operators(table, devices)
+            start += batch.num_rows
+        return chosen
+
+    def operator_columns(self, names: Sequence[str]) -> pd.DataFrame:
+        """These columns of all operators."""
+        return pd.read_parquet(self.path / "ops.parquet", columns=list(names))
 
     def graph(self, run_id: str) -> TrainingGraph:
         """The graph of a run; raises KeyError when there is no such run."""
@@ -69,7 +94,7 @@ class Corpus:
 
     @cached_property
     def _graphs(self) -> storage.StoredGraphs:
-        return storage.StoredGraphs({name: self._table(name) for name in TABLES[1:-1]})
+        return storage.StoredGraphs(self.path)
 
     @cached_property
     def _graph_of(self) -> dict[str, int]:
@@ -226,7 +251,7 @@ def _write(
     scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     try:
         for name, table in tables.items():
-            pq.write_table(table, scratch / f"{name}.parquet", compression="zstd")
+            pq.write_table(table, scratch / f"{name}.parquet", _ROW_GROUPS[name], compression="zstd")
         pd.DataFrame(skipped, columns=["table", "id", "reason"]).to_csv(scratch / "skipped.csv", index=False)
         (scratch / "splits.json").write_text(json.dumps(definitions), encoding="utf-8")
         (scratch / "README.md").write_text(corpus_card(tables, facts), encoding="utf-8")

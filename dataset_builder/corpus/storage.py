@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dataset_builder.corpus.measurements import OpMeasurement, RunMeasurement, collector_paused
@@ -76,24 +79,52 @@ def graph_tables(graphs: Sequence[TrainingGraph]) -> dict[str, pa.Table]:
     }  # fmt: skip
 
 
-class StoredGraphs:
-    """Graphs read back from their tables, each built when asked for."""
+_GRAPHS_A_BLOCK = 256
+_BLOCKS_HELD = 4  # runs refer to graphs nearly in order
 
-    def __init__(self, tables: dict[str, pa.Table]) -> None:
-        count = tables["graphs"].num_rows
-        self._tables = tables
+
+class StoredGraphs:
+    """Graphs read back from their tables in a corpus directory, a block of graphs at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._blocks: OrderedDict[int, _GraphBlock] = OrderedDict()
+
+    def __getitem__(self, number: int) -> TrainingGraph:
+        block = number // _GRAPHS_A_BLOCK
+        if block not in self._blocks:
+            if len(self._blocks) == _BLOCKS_HELD:
+                self._blocks.popitem(last=False)
+            self._blocks[block] = self._read(block * _GRAPHS_A_BLOCK)
+        self._blocks.move_to_end(block)
+        return self._blocks[block][number]
+
+    def _read(self, first: int) -> _GraphBlock:
+        inside = [("graph", ">=", first), ("graph", "<", first + _GRAPHS_A_BLOCK)]
+        tables = {name: pq.read_table(self._folder / f"{name}.parquet", filters=inside)
+                  for name in ("graphs", "nodes", "edges", "repeats", "stages")}  # fmt: skip
+        return _GraphBlock(tables, first)
+
+
+class _GraphBlock:
+    """The rows of some graphs, each built when asked for; the first has number ``first``."""
+
+    def __init__(self, tables: dict[str, pa.Table], first: int) -> None:
+        numbers = np.arange(first, first + tables["graphs"].num_rows + 1)
+        self._tables, self._first = tables, first
         self._bounds = {
-            name: np.searchsorted(tables[name]["graph"].to_numpy(), np.arange(count + 1))
+            name: np.searchsorted(tables[name]["graph"].to_numpy(), numbers)
             for name in ("nodes", "edges", "repeats", "stages")
         }
 
     def _rows(self, name: str, number: int) -> list[dict[str, Any]]:
-        start, stop = self._bounds[name][number : number + 2]
+        place = number - self._first
+        start, stop = self._bounds[name][place : place + 2]
         rows: list[dict[str, Any]] = self._tables[name].slice(start, stop - start).drop_columns("graph").to_pylist()
         return rows
 
     def __getitem__(self, number: int) -> TrainingGraph:
-        head = self._tables["graphs"].slice(number, 1).to_pylist()[0]
+        head = self._tables["graphs"].slice(number - self._first, 1).to_pylist()[0]
         nodes = tuple(OpNode(**{**row, "shape": tuple(row["shape"])}) for row in self._rows("nodes", number))
         repeats = np.zeros((head["num_stages"], len(nodes)))
         for row in self._rows("repeats", number):
@@ -126,15 +157,31 @@ def run_table(runs: Sequence[RunMeasurement], graph_of: Sequence[int]) -> pa.Tab
     return _table(_RUN_TYPES, records)
 
 
-def stored_runs(table: pa.Table) -> list[RunMeasurement]:
-    """The runs of :func:`run_table`."""
-    runs = []
-    for row in table.to_pylist():
+class StoredRuns(Sequence[RunMeasurement]):
+    """The runs of :func:`run_table`, each built when asked for."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    @overload
+    def __getitem__(self, place: int) -> RunMeasurement: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[RunMeasurement]: ...
+    def __getitem__(self, place: int | slice) -> RunMeasurement | list[RunMeasurement]:
+        if isinstance(place, slice):
+            return [self[position] for position in range(*place.indices(len(self)))]
+        row = self._table.slice(range(len(self))[place], 1).to_pylist()[0]
         assumed = tuple(row.pop("assumed"))
         job = TrainingJob.model_validate(json.loads(row.pop("job"))).resolved()
         row.pop("graph")
-        runs.append(RunMeasurement(**row, job=job.model_copy(update={"assumed": assumed}), reason="", assumed=assumed))
-    return runs
+        return RunMeasurement(**row, job=job.model_copy(update={"assumed": assumed}), reason="", assumed=assumed)
+
+    def select(self, rows: NDArray[np.int64]) -> StoredRuns:
+        """The runs at these rows."""
+        return StoredRuns(self._table.take(rows))
 
 
 _OP_TYPES: dict[str, pa.DataType] = {
