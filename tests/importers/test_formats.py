@@ -17,32 +17,33 @@ _FILES = Path(__file__).parent / "files"
 _GPU = {"cluster.gpu": "H100-SXM5-80GB"}
 _GPUS = {**_GPU, "cluster.num_gpus": "8"}
 _RUN = {**_GPUS, "batch.seq_length": "2048", "batch.micro_batch_size": "1", "batch.global_batch_size": "64"}
+_MODEL = {**_RUN, "precision.preset": "bf16_mixed"}  # beside a file that holds a model alone
 _LLAMA = {
     "model.num_layers": 8, "model.hidden_size": 1024, "model.ffn_hidden_size": 2816, "model.num_attention_heads": 16,
     "model.num_query_groups": 4, "model.vocab_size": 32000, "model.activation": "swiglu",
     "model.normalization": "rmsnorm", "model.bias": False, "model.position_embedding": "rope",
 }  # fmt: skip
 READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
-    "Hugging Face: grouped queries": ("llama_config.json", _RUN, {**_LLAMA, "model.tie_embeddings": False}),
-    "Hugging Face: as many key-value heads as heads": ("llama_mha_config.json", _RUN, {
+    "Hugging Face: grouped queries": ("llama_config.json", _MODEL, {**_LLAMA, "model.tie_embeddings": False}),
+    "Hugging Face: as many key-value heads as heads": ("llama_mha_config.json", _MODEL, {
         **_LLAMA, "model.num_query_groups": 16, "batch.seq_length": 2048}),
-    "Hugging Face: old GPT-2 keys": ("gpt2/config.json", _RUN, {
+    "Hugging Face: old GPT-2 keys": ("gpt2/config.json", _MODEL, {
         "model.num_layers": 36, "model.hidden_size": 1280, "model.ffn_hidden_size": 5120,
         "model.num_attention_heads": 20, "model.vocab_size": 50257, "model.activation": "gelu",
         "model.normalization": "layernorm", "model.position_embedding": "learned", "model.tie_embeddings": True}),
-    "Hugging Face: T5 without num_decoder_layers": ("t5_config.json", _RUN, {
+    "Hugging Face: T5 without num_decoder_layers": ("t5_config.json", _MODEL, {
         "model.architecture": "encoder_decoder", "model.num_encoder_layers": 6, "model.num_decoder_layers": 6,
         "model.hidden_size": 400, "model.ffn_hidden_size": 1600, "model.num_attention_heads": 25,
         "model.head_dim": 64, "model.activation": "relu", "model.relative_buckets": 64}),
-    "Hugging Face: num_local_experts": ("mixtral_config.json", _RUN, {
+    "Hugging Face: num_local_experts": ("mixtral_config.json", _MODEL, {
         **_LLAMA, "model.moe.num_experts": 8, "model.moe.top_k": 2, "model.moe.expert_ffn_hidden_size": 2816}),
-    "Hugging Face: moe_intermediate_size": ("qwen3_moe_config.json", _RUN, {
+    "Hugging Face: moe_intermediate_size": ("qwen3_moe_config.json", _MODEL, {
         "model.moe.num_experts": 64, "model.moe.top_k": 8, "model.moe.expert_ffn_hidden_size": 768,
         "model.head_dim": 128, "model.qk_norm": True, "model.attention": None}),
-    "Hugging Face: layers of unequal blocks": ("blocks_config.json", _RUN, {
+    "Hugging Face: layers of unequal blocks": ("blocks_config.json", _MODEL, {
         # 4 of 8 with attention; widths 2048 (3.0) and 1024 (1.5), so 3072 for each that has attention
         "model.num_layers": 4, "model.ffn_hidden_size": 3072, "model.num_query_groups": 2}),
-    "Hugging Face: nested text_config": ("nested_config.json", _RUN, {
+    "Hugging Face: nested text_config": ("nested_config.json", _MODEL, {
         **_LLAMA, "model.head_dim": 128, "model.tie_embeddings": True}),
     "Megatron script: variables, arrays, if, case, continuations": ("megatron_fp8.sh", _GPU, {
         "model.num_layers": 16, "model.hidden_size": 2048, "model.ffn_hidden_size": 8192,
@@ -181,10 +182,10 @@ READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
         "parallel.sharding": "zero3", "parallel.data": 8, "parallel.recompute.mode": "full",
         "precision.preset": "fp8_mixed", "precision.params": "fp32", "batch.micro_batch_size": 2,
         "batch.seq_length": 8192, "cluster.num_nodes": 2}),
-    "SimuMax: the sizes as they stand": ("simumax.json", {**_RUN, "model.tie_embeddings": "false"}, {
+    "SimuMax: the sizes as they stand": ("simumax.json", {**_MODEL, "model.tie_embeddings": "false"}, {
         "model.num_layers": 32, "model.num_query_groups": 16, "model.head_dim": 128, "model.ffn_hidden_size": 14336,
         "model.activation": "swiglu", "model.normalization": "rmsnorm"}),
-    "llm-analysis: key-value heads asked for": ("llm_analysis.json", {**_RUN, "model.num_query_groups": "1"}, {
+    "llm-analysis: key-value heads asked for": ("llm_analysis.json", {**_MODEL, "model.num_query_groups": "1"}, {
         "model.num_layers": 12, "model.hidden_size": 2048, "model.ffn_hidden_size": 8192, "model.num_query_groups": 1,
         "model.num_attention_heads": 16, "model.vocab_size": 49280, "model.activation": "gelu"}),
 }  # fmt: skip

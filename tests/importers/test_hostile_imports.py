@@ -95,7 +95,7 @@ def test_comments_of_the_job_file_stay_comments(tmp_path: Path) -> None:
     config = json.loads((_FILES / "simumax.json").read_text())
     path = tmp_path / "evil.json"
     path.write_text(json.dumps({**config, "model_name": "x\nparallel: {tensor: 8}\n# "}))
-    found = ImportedFiles.read([str(path)]).merged({**_RUN, "model.tie_embeddings": "false"})
+    found = ImportedFiles.read([str(path)]).merged({**_RUN, "model.tie_embeddings": "false", "precision": "fp32"})
     text = job_file(found, "evil\nname: hacked.json")
     assert "\nparallel:" not in text
     assert "\nname:" not in text

@@ -24,6 +24,7 @@ _ROOT = Path(__file__).parents[2]
 _FILES = Path(__file__).parent / "files"
 _RUN = {"cluster.gpu": "H100", "cluster.num_gpus": "8", "batch.seq_length": "1024", "batch.micro_batch_size": "1",
         "batch.global_batch_size": "64"}  # fmt: skip
+_MODEL = {**_RUN, "precision.preset": "bf16_mixed"}  # beside a file that holds a model alone
 
 
 def files_of(*names: str) -> ImportedFiles:
@@ -55,20 +56,20 @@ def test_a_model_an_engine_and_a_launcher_make_one_job() -> None:
 
 
 def test_two_files_that_state_different_values_are_told_with_both() -> None:
-    (reason, *_) = refused("llama_config.json", "llama_mha_config.json", settings=_RUN)
+    (reason, *_) = refused("llama_config.json", "llama_mha_config.json", settings=_MODEL)
     assert reason == (
         "model.num_query_groups: 4 in llama_config.json: num_key_value_heads, 16 in llama_mha_config.json: "
         "num_key_value_heads; expected one value, e.g. --set model.num_query_groups=4"
     )
-    settings = {**_RUN, "model.num_query_groups": "8"}
+    settings = {**_MODEL, "model.num_query_groups": "8"}
     assert files_of("llama_config.json", "llama_mha_config.json").merged(settings).job.model.num_query_groups == 8
 
 
 def test_a_file_wins_over_the_one_that_it_extends() -> None:
-    child = imported("primus_model.yaml", "qwen_base.yaml", settings=_RUN).job
+    child = imported("primus_model.yaml", "qwen_base.yaml", settings=_MODEL).job
     assert (child.model.num_layers, child.model.normalization) == (80, "rmsnorm")
     assert child.model.qkv_bias is True
-    reasons = refused("primus_model.yaml", settings=_RUN)
+    reasons = refused("primus_model.yaml", settings=_MODEL)
     assert [reason.split(":")[0] for reason in reasons] == [
         "model.normalization", "model.position_embedding", "model.tie_embeddings", "model.bias", "model.activation",
     ]  # fmt: skip
@@ -198,12 +199,12 @@ def test_bf16_and_fp16_together_are_an_error(tmp_path: Path, name: str, content:
 
 
 def test_a_name_that_contradicts_the_sizes_is_told(tmp_path: Path) -> None:
-    found = imported("gpt2/config.json", settings=_RUN)
+    found = imported("gpt2/config.json", settings=_MODEL)
     assert any("'gpt2' means gpt2-small" in text and "as gpt2-large" in text for text in found.warnings)
     assert any("774 M parameters" in text for text in found.warnings)
     (tmp_path / "llama-70b").mkdir()
     path = write(tmp_path / "llama-70b" / "config.json", (_FILES / "llama_config.json").read_text())
-    warnings = ImportedFiles.read([str(path)]).merged(_RUN).warnings
+    warnings = ImportedFiles.read([str(path)]).merged(_MODEL).warnings
     assert any("'llama-70b' says 70B" in text for text in warnings)
 
 

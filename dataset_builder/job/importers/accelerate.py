@@ -58,6 +58,8 @@ def _read_precision(draft: Draft) -> None:
         draft.state("precision.preset", names[word], "mixed_precision")
     elif word:
         draft.refuse(f"mixed_precision: got {word[:30]!r}; expected one of no, bf16, fp16, fp8")
+    elif not draft.has("deepspeed_config.deepspeed_config_file"):  # which decides instead
+        draft.default("precision.preset", "fp32", "mixed_precision no")
 
 
 def _read_fsdp(draft: Draft) -> None:
@@ -97,6 +99,7 @@ def _read_deepspeed(draft: Draft) -> None:
     stage = draft.count(f"{block}.zero_stage", asks="parallel.sharding")
     if stage is not None and 0 <= stage <= 3:
         draft.state("parallel.sharding", ("none", "zero1", "zero2", "zero3")[stage], f"{block}.zero_stage")
+    draft.default("parallel.sharding", "zero2", "zero_stage 2")
     draft.take("batch.gradient_accumulation_steps", f"{block}.gradient_accumulation_steps")
     for part in ("offload_optimizer_device", "offload_param_device"):
         if (draft.text(f"{block}.{part}") or "none") != "none":

@@ -38,7 +38,7 @@ def read(file: ConfigFile) -> Reading:
     draft.take("batch.micro_batch_size", "micro_batch_size")
     if draft.take("batch.gradient_accumulation_steps", "gradient_accumulation_steps") is None:
         draft.default("batch.gradient_accumulation_steps", 1)
-    read_amp(draft, "bf16", "fp16", "tf32")
+    _read_precision(draft)
     if draft.flag("fp8"):
         draft.state("precision.preset", "fp8_tensorwise", "fp8")
         draft.warn_mixed("bf16", "fp8", "fp8_tensorwise")
@@ -82,6 +82,16 @@ def read_amp(draft: Draft, bf16: str, fp16: str, tf32: str) -> None:
         draft.default("precision.preset", name, f"{bf16} and {fp16} are off")
 
 
+def _read_precision(draft: Draft) -> None:
+    """``bf16`` is ``auto`` unless something else is said: on, where the GPU has it; ``full`` only adds evaluation."""
+    word = str(draft.raw("bf16") or ("auto" if draft.raw("bf16") is None else "")).lower()
+    if word == "full" or (word == "auto" and not draft.flag("fp16")):
+        draft.state("precision.preset", "bf16_mixed", "bf16", note=word)
+        draft.understood("fp16", "tf32")
+    else:
+        read_amp(draft, "bf16", "fp16", "tf32")
+
+
 def _read_layout(draft: Draft) -> None:
     draft.take("parallel.tensor", "tensor_parallel_size")
     draft.take("parallel.context", "context_parallel_size", "sequence_parallel_degree")
@@ -119,8 +129,8 @@ def _read_adapter(draft: Draft) -> None:
     if "lora" not in adapter:
         draft.warn(f"adapter {adapter[:30]} is not modelled; predicted as training every weight")
         return
-    rank = draft.count("lora_r")
-    draft.state("model.lora.rank", rank or 16, "lora_r", "adapter")
+    if draft.take("model.lora.rank", "lora_r") is None:
+        draft.ask("model.lora.rank", f"adapter {adapter[:30]} is without lora_r")
     targets = str(draft.raw("lora_target_modules", "lora_target_linear") or "")
     wide = any(word in targets for word in ("gate", "up_proj", "down", "True", "mlp", "all"))
     draft.state("model.lora.targets", "attention_and_mlp" if wide else "attention", "lora_target_modules",

@@ -32,6 +32,8 @@ def likeness(file: ConfigFile) -> int:
 def read(file: ConfigFile) -> Reading:
     draft = Draft(file, "DeepSpeed")
     read_batch(draft)
+    if draft.get("batch.micro_batch_size") and not draft.has("train_batch_size"):
+        draft.default("batch.gradient_accumulation_steps", 1)
     read_precision(draft)
     read_zero(draft)
     _read_layout(draft)

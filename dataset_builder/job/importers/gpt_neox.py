@@ -88,6 +88,8 @@ def _read_model(draft: Draft) -> None:
     names = {"silu": "swiglu", "swiglu": "swiglu", "geglu": "geglu", "relu": "relu", "squared_relu": "squared_relu"}
     if draft.has("activation"):
         draft.state("model.activation", names.get(word, "gelu"), "activation")
+        if word not in (*names, "gelu"):
+            draft.warn(f"activation {word[:30]} is predicted as gelu, which reads and writes as much")
     draft.default("model.activation", "gelu")
     if hidden and draft.get("model.ffn_hidden_size") is None:
         draft.default("model.ffn_hidden_size", 4 * hidden, "4 x hidden")

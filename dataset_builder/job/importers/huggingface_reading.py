@@ -85,6 +85,8 @@ def read(file: ConfigFile) -> Reading:
     while isinstance(config.get("text_config"), Mapping):
         prefix, config = f"{prefix}text_config.", config["text_config"]
     read_sizes(draft, file.values, prefix)
+    if stored := draft.text("torch_dtype", "dtype", f"{prefix}torch_dtype", f"{prefix}dtype"):
+        draft.ask("precision.preset", f"{stored[:20]} is the format of the weights on disk")
     draft.understood(*_IRRELEVANT)
     if prefix:
         draft.understood(*(f"{prefix}{pattern}" for pattern in _IRRELEVANT), "*_config.*")

@@ -110,7 +110,7 @@ def _read_launcher(draft: Draft, words: Sequence[str], script: Script, file: Con
     for path, flag in launched.items():
         value = launch.count(flag, asks=path)
         if value is not None:
-            draft.state(path, value, flag)
+            draft.found(path, value, spelling[flag])
         else:
             draft.ask(path, f"{spelling[flag]} is {str(flags[flag])[:40]}")
     for path, names in (("cluster.num_nodes", ("NNODES", "NUM_NODES", "SLURM_NNODES")),
@@ -118,4 +118,4 @@ def _read_launcher(draft: Draft, words: Sequence[str], script: Script, file: Con
                         ):  # fmt: skip
         name = next((name for name in names if re.fullmatch(r"\d{1,6}", "".join(script.variables.get(name, [])))), None)
         if name and path not in launched:
-            draft.state(path, int("".join(script.variables[name])), name)
+            draft.found(path, int("".join(script.variables[name])), name)

@@ -31,7 +31,8 @@ def read(file: ConfigFile) -> Reading:
     read_named_model(draft, "model_name_or_path")
     if draft.take("batch.seq_length", "cutoff_len") is None:
         draft.default("batch.seq_length", 2048, "cutoff_len")
-    draft.take("batch.micro_batch_size", "per_device_train_batch_size")
+    if draft.take("batch.micro_batch_size", "per_device_train_batch_size") is None:
+        draft.default("batch.micro_batch_size", 8, "per_device_train_batch_size")
     if draft.take("batch.gradient_accumulation_steps", "gradient_accumulation_steps") is None:
         draft.default("batch.gradient_accumulation_steps", 1)
     if draft.flag("pure_bf16"):

@@ -49,6 +49,7 @@ def read(file: ConfigFile) -> Reading:
     kernel = draft.text("attention")
     if kernel:
         draft.state("software.attention", "unfused" if kernel == "dot_product" else "flash", "attention")
+    draft.default("parallel.recompute.mode", "full", "remat_policy full")
     draft.default("software.compile", True, "XLA compiles the step")
     steps = draft.count("steps")
     if steps and steps > 0:
@@ -163,6 +164,7 @@ def _read_mesh(draft: Draft) -> None:
             sizes[axis] *= value if value and value > 0 else 1
     present = [key for key, _ in draft.file.leaves() if key.endswith("_parallelism")]
     if not present:
+        draft.default("parallel.sharding", "zero3", "ici_fsdp_parallelism -1")
         return
     for path, axes in (("tensor", ("tensor", "tensor_sequence")), ("context", ("sequence", "context")),
                        ("expert", ("expert",)), ("pipeline", ("pipeline",))):  # fmt: skip
@@ -185,17 +187,24 @@ def _read_mesh(draft: Draft) -> None:
 
 
 def _read_precision(draft: Draft) -> None:
-    compute, stored = storage_format(draft.raw("dtype")), storage_format(draft.raw("weight_dtype"))
+    """Activations in ``dtype``, weights in ``weight_dtype``; the defaults are those of MaxText's base.yml."""
+    compute, stored, gradients = (
+        storage_format(default if draft.raw(key) is None else draft.raw(key))
+        for key, default in (("dtype", "bfloat16"), ("weight_dtype", "float32"), ("grad_dtype", "float32"))
+    )
     quantization = (draft.text("quantization") or "").lower()
     if compute is None:
+        draft.ask("precision.preset", f"dtype is {str(draft.raw('dtype'))[:40]}")
         return
     if compute == "fp32":
         draft.state("precision.preset", "fp32", "dtype")
     elif stored == compute:
         draft.state("precision.preset", compute, "dtype", "weight_dtype")
     else:
-        draft.state("precision.preset", f"{compute}_mixed", "dtype")
-        draft.default("precision.params", stored or "fp32", "weight_dtype float32")
+        draft.state("precision.preset", f"{compute}_mixed", "dtype", note="" if draft.has("dtype") else "bfloat16")
+        draft.state("precision.params", stored or "fp32", "weight_dtype")
+    if gradients is not None:
+        draft.state("precision.grad_reduce", gradients, "grad_dtype")
     if "fp8" in quantization:
         linear = "fp8_delayed" if "delayed" in quantization or quantization in ("fp8", "nanoo_fp8") else "fp8_current"
         draft.state("precision.linear", linear, "quantization")
@@ -203,7 +212,5 @@ def _read_precision(draft: Draft) -> None:
         draft.warn_mixed(compute, quantization[:30], linear)
     elif quantization:
         draft.warn(f"quantization {quantization[:30]} is not modelled; the time is without it")
-    if (gradients := storage_format(draft.raw("grad_dtype"))) is not None:
-        draft.state("precision.grad_reduce", gradients, "grad_dtype")
     if (moments := storage_format(draft.raw("mu_dtype"))) is not None:
         draft.state("precision.optimizer_state", moments, "mu_dtype")

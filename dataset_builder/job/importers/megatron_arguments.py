@@ -26,6 +26,14 @@ _PRIMUS_ONLY = (
     "disable_wandb", "disable_tensorboard", "model_type", "is_instruct*", "auto_continue_train", "disable_last_saving",
     "modules*", "framework", "config", "platform*", "primus_*", "trainable", "includes",
 )  # fmt: skip
+# What an experiment does not override; the files are github.com/AMD-AGI/Primus, primus/configs.
+_PRIMUS_DEFAULTS: dict[str, Any] = {
+    "precision.preset": "bf16_mixed", "precision.params": "bf16", "precision.main_params": "fp32",
+    "parallel.tensor": 1, "parallel.pipeline": 1, "parallel.context": 1, "parallel.expert": 1,
+    "parallel.sequence_parallel": True, "parallel.sharding": "none", "parallel.recompute.mode": "none",
+    "parallel.overlap.grad_reduce": False, "parallel.overlap.param_gather": False, "parallel.overlap.tensor": False,
+    "batch.micro_batch_size": 2, "batch.global_batch_size": 128, "batch.seq_length": 4096,
+}  # fmt: skip
 
 
 def likeness(file: ConfigFile) -> int:
@@ -57,6 +65,9 @@ def read(file: ConfigFile) -> Reading:
     megatron.read_arguments(draft, complete=not is_primus)
     draft.framework("primus" if is_primus else "megatron-lm")
     draft.understood(*_PRIMUS_ONLY)
+    if "modules" in document:
+        for path, value in _PRIMUS_DEFAULTS.items():
+            draft.default(path, value, "trainer_base.yaml, language_model.yaml")
     if is_flags:
         _read_environment(draft, document)
     return draft.reading()

@@ -70,11 +70,11 @@ def _read_shape(draft: Draft, complete: bool) -> None:
         draft.default("model.dropout", 0.1)
 
 
-def _default_or_ask(draft: Draft, path: str, default: Any, complete: bool) -> None:
+def _default_or_ask(draft: Draft, path: str, default: Any, complete: bool, why: str = "") -> None:
     if draft.get(path) is not None:
         return
     if complete:
-        draft.default(path, default)
+        draft.default(path, default, why)
     elif draft.has("num_layers", "hidden_size"):
         draft.ask(path, "it stands in the file or recipe that this one changes")
 
@@ -105,11 +105,14 @@ def _read_position(draft: Draft, complete: bool) -> None:
 def _read_feed_forward(draft: Draft, hidden: int | None, complete: bool) -> None:
     _read_activation(draft, complete)
     width = draft.take("model.ffn_hidden_size", "ffn_hidden_size")
-    if width is None and complete and hidden:
-        if draft.get("model.activation") == "swiglu":
-            draft.default("model.ffn_hidden_size", int(4 * hidden * 2 / 3 / 64) * 64, "8/3 hidden, in steps of 64")
-        else:
-            draft.default("model.ffn_hidden_size", 4 * hidden, "4 x hidden")
+    if width is None and hidden:
+        is_gated = draft.get("model.activation") == "swiglu"
+        default, why = (
+            (int(4 * hidden * 2 / 3 / 64) * 64, "8/3 hidden, in steps of 64")
+            if is_gated
+            else (4 * hidden, "4 x hidden")
+        )
+        _default_or_ask(draft, "model.ffn_hidden_size", default, complete, why)
 
 
 def _read_activation(draft: Draft, complete: bool) -> None:
@@ -144,8 +147,8 @@ def _read_groups(draft: Draft, heads: int | None, complete: bool) -> None:
         draft.warn(f"{draft.key_of('num_query_groups')} {groups} has no effect without --group-query-attention")
     elif grouped and groups is None:
         draft.default("model.num_query_groups", 1, "group query attention without a number")
-    if complete and heads and draft.get("model.num_query_groups") is None:
-        draft.default("model.num_query_groups", heads, "no grouped queries")
+    if heads:
+        _default_or_ask(draft, "model.num_query_groups", heads, complete, "no grouped queries")
 
 
 def _read_mla(draft: Draft) -> None:

@@ -21,7 +21,8 @@ from dataset_builder.job.schema import TrainingJob, overridden
 
 _GPUS, _STEPS = ("cluster", "num_gpus"), ("batch", "gradient_accumulation_steps")
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
-_ALWAYS = ("batch.seq_length", "batch.micro_batch_size", "batch.global_batch_size", "cluster.gpu", "cluster.num_gpus")
+_ALWAYS = ("batch.seq_length", "batch.micro_batch_size", "batch.global_batch_size", "precision.preset", "cluster.gpu",
+           "cluster.num_gpus")  # fmt: skip
 _NARROW = ("fp8", "mxfp8", "nvfp4")  # formats that a preset is named after
 _HINTS = {
     "model": "no file gives a model; give its config.json as another file, or --set model.preset=NAME",
@@ -29,6 +30,7 @@ _HINTS = {
     "batch.micro_batch_size": "sequences a GPU computes at once; --set batch.micro_batch_size=N",
     "batch.global_batch_size": "sequences of an optimizer step; --set batch.global_batch_size=N, or "
     "--set batch.gradient_accumulation_steps=N",
+    "precision.preset": "the formats to train in, e.g. --set precision.preset=bf16_mixed (or fp32, fp8_mixed, ...)",
     "cluster.gpu": "the device, e.g. --set cluster.gpu=H100-SXM5-80GB",
     "cluster.num_gpus": "how many GPUs in all; --set cluster.num_gpus=N (or cluster.num_nodes, cluster.gpus_per_node)",
 }
@@ -64,8 +66,6 @@ def merge(readings: Sequence[Reading], source: str, overrides: Mapping[str, Any]
         raise CannotRunError(draft.layout, source)
     warnings += draft.layout  # the layout itself refuses to run
     job = TrainingJob.parse(draft.data, source=source)
-    if "precision" not in draft.data:
-        warnings.append("precision: no file gives it; the default bf16_mixed is taken, --set precision=NAME changes it")
     warnings.append(f"model: {parameters_text(job.model)} parameters")
     warnings += contradictions(job.model, [*(each.path for each in readings if each.path != "-"), job.name or ""])
     return ImportedJob(draft.data, draft.leaf_origins(), tuple(dict.fromkeys(warnings)), job)
@@ -375,7 +375,7 @@ def _value_at(node: Any, path: str) -> Any:
 def _example(path: str) -> str:
     words = {"model.normalization": "rmsnorm|layernorm", "model.activation": "swiglu|gelu",
              "model.tie_embeddings": "true|false", "model.bias": "true|false",
-             "model.position_embedding": "rope|learned|none", "precision.preset": "bf16_mixed"}  # fmt: skip
+             "model.position_embedding": "rope|learned|none"}  # fmt: skip
     return words.get(path, "N")
 
 

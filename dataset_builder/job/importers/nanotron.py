@@ -79,18 +79,24 @@ def _read_model(draft: Draft) -> None:
 
 
 def _read_precision(draft: Draft) -> None:
-    """Weights in ``model.dtype``; fp32 master weights and gradients with ``accumulate_grad_in_fp32``, else none."""
-    low = storage_format(draft.raw("model.dtype"))
-    in_full = draft.flag("optimizer.accumulate_grad_in_fp32", asks="precision.grad_accum")
+    """Weights in ``model.dtype``, bf16 when it is absent; fp32 master weights and gradients with
+    ``accumulate_grad_in_fp32``, which has no default, else none."""
+    dtype = draft.raw("model.dtype")
+    low = storage_format("bf16" if dtype is None else dtype)
+    store = draft.default if dtype is None else draft.imply
+    in_full = draft.flag("optimizer.accumulate_grad_in_fp32")
     if low is None:
-        draft.ask("precision.preset", f"model.dtype is {str(draft.raw('model.dtype'))[:40]}")
+        draft.ask("precision.preset", f"model.dtype is {str(dtype)[:40]}")
     elif low == "fp32":
         draft.state("precision.preset", "fp32", "model.dtype")
+    elif in_full is None:
+        store("precision.params", low, f"model.dtype {low}")
+        draft.ask("precision.preset", f"optimizer.accumulate_grad_in_fp32 is open: {low}_mixed with it, {low} without")
     elif in_full is False:
         draft.state("precision.preset", low, "model.dtype", "optimizer.accumulate_grad_in_fp32")
     else:
         draft.state("precision.preset", f"{low}_mixed", "model.dtype")
-        draft.imply("precision.params", low, f"model.dtype {low}")
+        store("precision.params", low, f"model.dtype {low}")
         draft.imply("precision.main_params", "fp32", "optimizer.accumulate_grad_in_fp32")
         for path in ("precision.grad_accum", "precision.grad_reduce"):
             draft.state(path, "fp32", "optimizer.accumulate_grad_in_fp32")

@@ -76,6 +76,10 @@ def read(file: ConfigFile) -> Reading:
         _read_bridge_precision(draft)
         _read_recipe(draft)
     megatron.read_arguments(draft, complete=is_complete)
+    if not is_complete:
+        for axis, key in (("tensor", "tensor_model_parallel_size"), ("pipeline", "pipeline_model_parallel_size")):
+            if not draft.has(key):
+                draft.ask(f"parallel.{axis}", f"{key} stands in the recipe that this one changes")
     if is_nemo:
         _read_nemo_defaults(draft)
     draft.framework("nemo" if is_nemo else "megatron-bridge")

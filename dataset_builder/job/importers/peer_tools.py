@@ -28,8 +28,10 @@ def _read_simumax(file: ConfigFile) -> Reading:
         ("vocab_size", "vocab_size"),
     ):  # fmt: skip
         draft.take(f"model.{path}", key)
-    gated = draft.flag("use_swiglu")
-    draft.state("model.activation", "swiglu" if gated else "gelu", "use_swiglu")
+    if (gated := draft.flag("use_swiglu")) is not None:
+        draft.state("model.activation", "swiglu" if gated else "gelu", "use_swiglu")
+    else:
+        draft.ask("model.activation", "the file has no use_swiglu")
     for path, value in (("normalization", "rmsnorm"), ("position_embedding", "rope"), ("bias", False)):
         draft.default(f"model.{path}", value)
     draft.ask("model.tie_embeddings", "the file does not say whether embedding and head share their weights")
@@ -59,12 +61,16 @@ def _read_llm_analysis(file: ConfigFile) -> Reading:
                   "multi-query)")  # fmt: skip
     if (gated := draft.flag("mlp_gated_linear_units")) is not None:
         draft.state("model.activation", "swiglu" if gated else "gelu", "mlp_gated_linear_units")
-    for path, value in (
+    of_type = (
         ("activation", "gelu" if is_classic else "swiglu"), ("normalization", "layernorm" if is_classic else "rmsnorm"),
         ("position_embedding", "learned" if is_classic else "rope"), ("bias", is_classic),
         ("tie_embeddings", is_classic),
-    ):  # fmt: skip
-        draft.imply(f"model.{path}", value, f"what a model of type {kind or 'unknown'} has")
+    )  # fmt: skip
+    for path, value in of_type:
+        if kind:
+            draft.imply(f"model.{path}", value, f"what a model of type {kind[:40]} has")
+        else:
+            draft.ask(f"model.{path}", "the file has no model_type")
     if (experts := draft.count("moe_num_experts")) and experts > 1:
         draft.state("model.moe.num_experts", experts, "moe_num_experts")
         draft.take("model.moe.top_k", "moe_top_k")

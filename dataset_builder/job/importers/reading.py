@@ -164,11 +164,18 @@ class Draft:
         return value
 
     def state(self, path: str, value: Any, *keys: str, note: str = "") -> None:
-        """States a value that follows from these keys (those that the file has)."""
-        present = [self.file.written(key) for key in keys if self.file.node(key) is not None] or list(keys[:1])
+        """States a value that follows from these keys (those that the file has); from none of them, it is a default."""
+        present = [self.file.written(key) for key in keys if self.file.node(key) is not None]
         self._read.update(keys)
-        origin = f"{self.file.name}: {', '.join(present)}{f' ({note})' if note else ''}"
-        self._settings[path] = Setting(value, origin)
+        remark = f" ({note})" if note else ""
+        if present:
+            self.found(path, value, f"{', '.join(present)}{remark}")
+        else:
+            self.default(path, value, f"no {self.file.written(keys[0])}{remark}")
+
+    def found(self, path: str, value: Any, where: str) -> None:
+        """States a value that stands in the file, but under none of its keys: a script's launcher or variable."""
+        self._settings[path] = Setting(value, f"{self.file.name}: {where}")
 
     def imply(self, path: str, value: Any, why: str) -> None:
         """A value that a stated type or name means."""
