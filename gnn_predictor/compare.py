@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataset_builder.job.document import JobText, job_text, parse_document
 from dataset_builder.job.errors import CannotRunError, JobError
-from dataset_builder.job.schema import TrainingJob, overridden
+from dataset_builder.job.schema import TrainingJob
 
 if TYPE_CHECKING:
     from dataset_builder.job.importers.formats import ImportedFiles
@@ -182,7 +182,7 @@ def _reader(source: str | JobText | ImportedFiles) -> tuple[str, Callable[[Mappi
     data = text.values()
 
     def job_under(settings: Mapping[str, Any]) -> TrainingJob:
-        return TrainingJob.parse(overridden(data, settings), source=text.name, folder=text.folder)
+        return TrainingJob.changed(data, settings, source=text.name, folder=text.folder)
 
     return text.name, job_under
 

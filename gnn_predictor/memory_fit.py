@@ -9,8 +9,26 @@ seconds: its ``config.json``, ``metrics.json`` and card are written anew.
 
 from __future__ import annotations
 
-import math
 import sys
+
+from dataset_builder.command_line import CommandParser
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "gnn_predictor.memory_fit",
+        "Fits what measured peaks teach of memory anew and writes it into a checkpoint.",
+        ["", "my-checkpoint --runs runs.csv"],
+    )
+    parser.add_argument("checkpoint", nargs="?", help="default: the released one")
+    parser.add_argument("--runs", metavar="RUNS.csv", help="default: the shipped table")
+    return parser
+
+
+if __name__ == "__main__" and {"-h", "--help", "--version"} & set(sys.argv[1:]):
+    _parser().parse_args()  # answers and ends, before what takes seconds to import
+
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +37,6 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dataset_builder.command_line import CommandParser
 from dataset_builder.corpus.measurements import MemoryMeter, RunMeasurement, read_runs, shipped_table
 from dataset_builder.corpus.splits import fold_of
 from dataset_builder.job.errors import JobError
@@ -231,20 +248,14 @@ def _coverage(held_out: pd.DataFrame) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Refits a checkpoint; exit code 2 for runs that cannot be read, 3 for a checkpoint that cannot be used."""
-    parser = CommandParser(
-        "gnn_predictor.memory_fit",
-        "Fits what measured peaks teach of memory anew and writes it into a checkpoint.",
-        ["", "my-checkpoint --runs runs.csv"],
-    )
-    parser.add_argument("checkpoint", nargs="?", default=released_checkpoint(), help="default: the released one")
-    parser.add_argument("--runs", default=shipped_table("runs.parquet"), help="default: the shipped table")
-    options = parser.read(arguments)
+    options = _parser().read(arguments)
+    path = options.checkpoint or released_checkpoint()
     try:
-        checkpoint = load_checkpoint(options.checkpoint)
-        fit, figures = learn_memory(read_runs(options.runs))
+        checkpoint = load_checkpoint(path)
+        fit, figures = learn_memory(read_runs(options.runs or shipped_table("runs.parquet")))
         config = checkpoint.config.model_copy(update={"memory": fit})
         refitted = replace(checkpoint, config=config, metrics={**checkpoint.metrics, "memory": figures})
-        rewrite_description(options.checkpoint, refitted, model_card(refitted))
+        rewrite_description(path, refitted, model_card(refitted))
     except (JobError, CheckpointError) as error:
         print(f"memory_fit: {error}", file=sys.stderr)
         return error.exit_code

@@ -7,8 +7,22 @@ parts take about the same time.
 
 from __future__ import annotations
 
-import json
 import sys
+
+from dataset_builder.command_line import answered_at_once
+
+HELP = """usage: python -m gnn_predictor.sweep job_file=JOB.yaml [parts=N part='range(N)' -m] [key=value ...]
+
+Searches the layouts of a job in parts, by Hydra's launchers; conf/plan.yaml lists the keys and their defaults.
+
+examples:
+  python -m gnn_predictor.sweep job_file=job.yaml parts=4 part='range(4)' -m
+  python -m gnn_predictor.plan job.yaml --merge multirun/*/*/*/plans.json     ranks what all parts found"""
+
+if __name__ == "__main__" and answered_at_once(HELP, sys.argv[1:]):
+    sys.exit(0)  # before what takes seconds to import
+
+import json
 from pathlib import Path
 from typing import Annotated, Any
 

@@ -7,9 +7,10 @@ Nothing here imports torch: a bad job is answered before torch is loaded.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -180,7 +181,13 @@ class TrainingJob(Frozen):
         ``overrides`` maps key paths to values, as ``--set`` does; a text value is read as YAML, as in the file.
         """
         text = job_text(source)
-        return cls.parse(overridden(text.values(), overrides or {}), source=text.name, folder=text.folder)
+        return cls.changed(text.values(), overrides or {}, source=text.name, folder=text.folder)
+
+    @classmethod
+    def changed(cls, data: Any, overrides: Mapping[str, Any], source: str, folder: Path | None = None) -> TrainingJob:
+        """A job of plain values with key paths set; the stated keys that this drops stand in ``assumed``."""
+        job = cls.parse(overridden(data, overrides), source, folder)
+        return job.model_copy(update={"assumed": (*job.assumed, *_dropped(data, overrides))})
 
     @classmethod
     def parse(cls, data: Any, source: str = "job", folder: Path | None = None) -> TrainingJob:
@@ -352,6 +359,31 @@ def overridden(data: Any, overrides: Mapping[str, Any]) -> Any:
         read = parse_document(value.encode(), f"--set {path}") if isinstance(value, str) else value
         data = _with_value(data, path.split("."), read)
     return data
+
+
+def _dropped(data: Any, overrides: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for every part of a job that is replaced as a whole, with the keys that it stated beside its name."""
+    for path, value in overrides.items():
+        part = "model" if path in ("model.preset", "model.config") else path
+        there: Any = data
+        for key in part.split("."):
+            there = there.get(key) if isinstance(there, Mapping) else None
+        if not isinstance(there, Mapping):
+            continue
+        given = value if isinstance(value, Mapping) else {}
+        left = {key: value for key, value in there.items() if key not in ("preset", "config", "name", "mode", *given)}
+        if left:
+            stated = ", ".join(itertools.islice(_key_values(left, ""), 12))
+            kept = "; precision.preset=NAME would keep it" if path == "precision" else ""
+            yield f"{path}: what is given replaces what the job states of {part} too: {stated}{kept}"
+
+
+def _key_values(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _key_values(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key} {value}"[:80]
 
 
 def _with_value(data: dict[str, Any], path: list[str], value: Any) -> dict[str, Any]:

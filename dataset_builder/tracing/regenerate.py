@@ -8,8 +8,25 @@ is traced when it is first asked for.
 
 from __future__ import annotations
 
-import json
 import sys
+
+from dataset_builder.command_line import CommandParser
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "dataset_builder.tracing.regenerate",
+        "Traces the shipped templates anew, with those of the jobs given.",
+        ["conf/job/*.yaml build/corpus"],
+    )
+    parser.add_argument("jobs", nargs="*", metavar="JOB.yaml|CORPUS", help="job files, and folders of built corpora")
+    return parser
+
+
+if __name__ == "__main__" and {"-h", "--help", "--version"} & set(sys.argv[1:]):
+    _parser().parse_args()  # answers and ends, before what takes seconds to import
+
+import json
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -105,15 +122,16 @@ def corpus_jobs(folder: Path) -> Iterator[TrainingJob]:
         yield TrainingJob.model_validate(json.loads(text))
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the files into the package; prints how many templates there are."""
+    options = _parser().read(arguments)
     structures: set[BlockStructure] = set()
     for values in usual_jobs():
         try:
             structures |= set(job_structures(TrainingJob.parse(values)))
         except JobError as error:  # a preset that this layout does not divide, or that was renamed
             sys.stderr.write(f"left out: {values['model']['preset']} {values['parallel']}: {error}\n")
-    for path in arguments:
+    for path in options.jobs:
         jobs = corpus_jobs(Path(path)) if Path(path).is_dir() else [TrainingJob.from_yaml(path)]
         for job in jobs:
             structures |= set(job_structures(job))
@@ -123,4 +141,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

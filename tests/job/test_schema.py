@@ -298,3 +298,21 @@ def test_a_bad_job_is_answered_in_half_a_second(tmp_path: Path) -> None:
         best_s = min(best_s, sum(after[2:4]) - sum(before[2:4]))
     assert "model.preset" in done.stdout
     assert best_s < 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"precision": "fp8_mixed"}, "precision: what is given replaces what the job states of precision too: "
+         "linear mxfp8, high_precision_layers.first 2; precision.preset=NAME would keep it"),
+        ({"model.preset": "llama3-8b"}, "model.preset: what is given replaces what the job states of model too: "
+         "num_layers 4, hidden_size 256, num_attention_heads 4, vocab_size 1000"),
+        ({"precision.preset": "fp8_mixed"}, ""),
+        ({"precision": {"preset": "fp32", "linear": "same", "high_precision_layers": {}}}, ""),
+        ({"optimizer": "sgd", "parallel.tensor": 2}, ""),
+    ],
+)  # fmt: skip
+def test_a_setting_that_replaces_stated_keys_names_them(settings: dict[str, Any], told: str) -> None:
+    stated = {"preset": "bf16_mixed", "linear": "mxfp8", "high_precision_layers": {"first": 2}}
+    data = job(precision=stated, optimizer={"name": "adamw"})
+    assert TrainingJob.changed(data, settings, "job").assumed == ((told,) if told else ())
