@@ -23,30 +23,26 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gnn_predictor.adapter import Adapter, Shrinkage
+from gnn_predictor.checkpoint_files import (
+    BLIND_FILE,
+    CARD_FILE,
+    FORMAT_VERSION,
+    POINTS_FILE,
+    checkpoint_folder,
+    read_bytes,
+    read_json,
+    read_versioned,
+)
+from gnn_predictor.checkpoint_files import CONFIG_FILE as CONFIG_FILE
+from gnn_predictor.checkpoint_files import METRICS_FILE as METRICS_FILE
+from gnn_predictor.checkpoint_files import MODEL_FILE as MODEL_FILE
+from gnn_predictor.checkpoint_files import CheckpointError as CheckpointError
+from gnn_predictor.checkpoint_files import released_checkpoint as released_checkpoint
 from gnn_predictor.distance import TrainingPoints
 from gnn_predictor.domain import Domain
 from gnn_predictor.features import FEATURE_HASH
 from gnn_predictor.interval import Interval
 from gnn_predictor.memory import MemoryFit
-
-FORMAT_VERSION = 1
-MODEL_FILE, CONFIG_FILE, METRICS_FILE, CARD_FILE = "model.safetensors", "config.json", "metrics.json", "README.md"
-BLIND_FILE = "baseline_b3.safetensors"  # baseline B3: a network of the same shape that never saw a format
-POINTS_FILE = "training_points.safetensors"  # where the training runs are, for the distance of a job to them
-_MOST_BYTES = {
-    POINTS_FILE: 64 * 2**20,
-    MODEL_FILE: 256 * 2**20,
-    BLIND_FILE: 256 * 2**20,
-    CONFIG_FILE: 4 * 2**20,
-    METRICS_FILE: 16 * 2**20,
-    CARD_FILE: 2**20,
-}
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is missing, broken or made for another version of this package."""
-
-    exit_code = 3
 
 
 class _Value(BaseModel):
@@ -84,22 +80,12 @@ class Checkpoint:
     points: TrainingPoints | None = None
 
 
-def released_checkpoint() -> Path:
-    """The directory of the released predictor, in a checkout, an editable install or a wheel alike."""
-    package = Path(__file__).resolve().parent
-    installed = package / "checkpoints"
-    return installed if installed.is_dir() else package.parent / "checkpoints"
-
-
 def load_checkpoint(path: str | os.PathLike[str] | None = None) -> Checkpoint:
     """Reads a checkpoint directory (default: the released one); one that has not changed is read once.
 
     Raises CheckpointError (exit code 3), which names the file and what is wrong with it.
     """
-    directory = released_checkpoint() if path is None else Path(path).expanduser()
-    if not directory.is_dir():
-        what = "no such directory" if not directory.exists() else "not a directory"
-        raise CheckpointError(f"checkpoint {directory}: {what}; expected one with {CONFIG_FILE} and {MODEL_FILE}")
+    directory = checkpoint_folder(path)
     stamps = tuple(_stamp(directory, name) for name in (CONFIG_FILE, MODEL_FILE, METRICS_FILE, POINTS_FILE))
     return _load(directory.resolve(), stamps)
 
@@ -185,34 +171,9 @@ def _stamp(directory: Path, name: str) -> int | None:
         return None
 
 
-def _read_bytes(directory: Path, name: str) -> bytes:
-    file = directory / name
-    try:
-        size = file.stat().st_size
-        if size > _MOST_BYTES[name]:
-            raise CheckpointError(f"checkpoint {file}: {size} bytes, more than the {_MOST_BYTES[name]} it may have")
-        return file.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(f"checkpoint {file}: no such file") from None
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {file}: {error.strerror or error}") from None
-
-
-def _read_json(directory: Path, name: str) -> Any:
-    content = _read_bytes(directory, name)
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"checkpoint {directory / name}: not JSON ({error})") from None
-
-
 def _read_config(directory: Path) -> CheckpointConfig:
     file = directory / CONFIG_FILE
-    data = _read_json(directory, CONFIG_FILE)
-    # The version is looked at first: a later format may well have other fields.
-    version = data.get("format_version") if isinstance(data, dict) else None
-    if version != FORMAT_VERSION:
-        raise CheckpointError(f"checkpoint {file}: format_version: {version!r}, this package reads {FORMAT_VERSION}")
+    data = read_versioned(directory)
     try:
         config = CheckpointConfig.model_validate(data)
     except ValidationError as error:
@@ -244,7 +205,7 @@ def _read_points(directory: Path) -> TrainingPoints | None:
 
 
 def _read_tensors(directory: Path, name: str = MODEL_FILE) -> dict[str, torch.Tensor]:
-    content = _read_bytes(directory, name)
+    content = read_bytes(directory, name)
     try:
         tensors: dict[str, torch.Tensor] = safetensors.torch.load(content)
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -260,7 +221,7 @@ def _read_tensors(directory: Path, name: str = MODEL_FILE) -> dict[str, torch.Te
 def _read_metrics(directory: Path) -> dict[str, Any]:
     if not (directory / METRICS_FILE).exists():
         return {}  # a checkpoint that was never evaluated still predicts
-    metrics = _read_json(directory, METRICS_FILE)
+    metrics = read_json(directory, METRICS_FILE)
     if not isinstance(metrics, dict):
         raise CheckpointError(f"checkpoint {directory / METRICS_FILE}: expected a JSON object")
     return metrics

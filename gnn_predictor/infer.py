@@ -186,9 +186,11 @@ def _compare(
     options: argparse.Namespace,
 ) -> Comparison:
     """Checks every variant without torch, then loads it and predicts."""
+    from gnn_predictor.checkpoint_files import check_files
     from gnn_predictor.compare import compare, read_variants
 
     variants = read_variants(text, settings, choices)
+    check_files(options.checkpoint)
     import torch
 
     torch.set_num_threads(1)
@@ -231,6 +233,7 @@ def _predict(text: JobText | ImportedFiles, settings: Mapping[str, Any], options
     from dataset_builder.job.errors import CannotRunError, JobError
     from dataset_builder.job.schema import TrainingJob
     from dataset_builder.tracing.layout import rank_layout, unsupported_formats
+    from gnn_predictor.checkpoint_files import check_files
 
     job = TrainingJob.from_yaml(text, settings) if isinstance(text, JobText) else text.job(settings)
     try:
@@ -239,6 +242,7 @@ def _predict(text: JobText | ImportedFiles, settings: Mapping[str, Any], options
         missing = unsupported_formats(resolved)
         if missing and not options.force:
             raise CannotRunError([*missing, "--force predicts anyway"])
+        check_files(options.checkpoint)
         import torch
 
         from gnn_predictor.prediction import predict

@@ -93,6 +93,7 @@ def _plans(options: argparse.Namespace) -> Plans:
     """Checks the job and the freed values without torch, then loads it and searches."""
     from dataset_builder.job.document import job_text
     from dataset_builder.job.settings import read_settings
+    from gnn_predictor.checkpoint_files import check_files
     from gnn_predictor.compare import read_choices
     from gnn_predictor.report.progress import counting
     from gnn_predictor.search_space import search_spaces
@@ -106,6 +107,7 @@ def _plans(options: argparse.Namespace) -> Plans:
             raise _UsageError(f"--free {key}: also given by --set; expected one of the two")
     text = job_text(options.job)
     spaces = search_spaces(text, settings, choices)
+    check_files(options.checkpoint)
     import torch
 
     from gnn_predictor.checkpoint import load_checkpoint

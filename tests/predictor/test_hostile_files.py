@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import resource
+import shutil
 import struct
 import subprocess
 import sys
@@ -25,7 +26,8 @@ from dataset_builder.job.importers.huggingface import read_config
 from gnn_predictor.checkpoint import CheckpointError, load_checkpoint
 
 _ROOT = Path(__file__).parents[2]
-_GOOD = (_ROOT / "conf" / "job" / "gpt2-124m.yaml").read_text()
+_SMALL = _ROOT / "conf" / "job" / "gpt2-124m.yaml"
+_GOOD = _SMALL.read_text()
 _LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{new}: &{new} [{','.join(f'*{old}' for _ in range(10))}]\n"
     for old, new in zip("abcdefgh", "bcdefghi", strict=True)
@@ -54,8 +56,8 @@ _HOSTILE: dict[str, bytes] = {
     "a quarter of a million layers": _GOOD.replace("model:", "model: {num_layers: 999999999, x: 1}\nx:").encode(),
 }
 _MEASURED = (
-    "import sys, gnn_predictor.infer as infer\n"
-    "code = infer.main(sys.argv[1:])\n"
+    "import importlib, sys\n"
+    "code = importlib.import_module(f'gnn_predictor.{sys.argv[1]}').main(sys.argv[2:])\n"
     # getrusage would count what the parent had when it forked
     "peak = next(line for line in open('/proc/self/status') if line.startswith('VmHWM'))\n"
     "print(int(peak.split()[1]) // 1024, file=sys.stderr)\n"
@@ -69,12 +71,12 @@ def _limits() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 
 
-def _ask(folder: Path, *arguments: str) -> tuple[int, str, int]:
+def _ask(folder: Path, *arguments: str, command: str = "infer") -> tuple[int, str, int]:
     """Exit code, standard error, and the peak memory in MB of a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", _MEASURED, *arguments], cwd=folder, env=environment, capture_output=True, text=True,
-        timeout=120, preexec_fn=_limits,
+        [sys.executable, "-c", _MEASURED, command, *arguments], cwd=folder, env=environment, capture_output=True,
+        text=True, timeout=120, preexec_fn=_limits,
     )  # fmt: skip
     *lines, memory = done.stderr.splitlines()
     assert "Traceback" not in done.stderr
@@ -180,6 +182,50 @@ def test_a_pickle_that_poses_as_a_checkpoint_is_never_run(make: object, untraine
     (folder / "pytorch_model.bin").write_bytes(make(trap))  # type: ignore[operator]
     load_checkpoint(folder)  # a file of another name is not read
     assert not trap.exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "metrics.json", "training_points.safetensors"])
+def test_a_pickle_that_poses_as_a_checkpoint_is_refused_in_little_memory(
+    name: str, untrained: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(untrained, folder)
+    (folder / name).write_bytes(_torch_pickle(tmp_path / "hacked"))
+    for command in ("infer", "plan"):
+        code, error, memory_mb = _ask(tmp_path, str(_SMALL), "--checkpoint", str(folder), command=command)
+        assert (code, memory_mb < 200) == (3, True), error
+        assert name in error
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "metrics.json"])
+@pytest.mark.parametrize("target", ["../outside", "/dev/zero", "/etc/passwd"])
+def test_a_checkpoint_does_not_lead_out_of_its_folder(name: str, target: str, untrained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(untrained, folder)
+    shutil.copy(folder / name, tmp_path / "outside")
+    (folder / name).unlink()
+    (folder / name).symlink_to(target)
+    with pytest.raises(CheckpointError, match=rf"{name}: leads out of the checkpoint's folder"):
+        load_checkpoint(folder)
+
+
+def test_what_is_no_regular_file_is_not_waited_for(untrained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(untrained, folder)
+    (folder / "metrics.json").unlink()
+    os.mkfifo(folder / "metrics.json")
+    with pytest.raises(CheckpointError, match=r"metrics.json: not a regular file"):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("key", ["weights", "card", "file", "path"])
+def test_a_configuration_names_no_files(key: str, untrained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(untrained, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, key: "../../outside"}))
+    with pytest.raises(CheckpointError, match=rf"config.json: {key}: Extra inputs are not permitted"):
+        load_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
