@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         imported = files.merged(settings)
         _tell(*imported.warnings)
         rank_layout(imported.job)
-        text = job_file(imported, ", ".join(options.files))
+        text = job_file(imported, ", ".join("standard input" if file == "-" else file for file in options.files))
         if options.output is None:
             sys.stdout.write(text)
         else:

@@ -77,12 +77,14 @@ def job_texts(source: str | Path) -> Iterator[JobText]:
         yield job_text(source)
         return
     stream = sys.stdin.buffer
-    first = stream.readline(MAX_BYTES + 1)
-    if not _is_json_object(first):
-        yield JobText(first + stream.read(MAX_BYTES + 1), "standard input", Path())
+    lines = [stream.readline(MAX_BYTES + 1)]
+    if not _is_json_object(lines[0]):  # one job over several lines, or a broken line before others
+        lines.append(stream.readline(MAX_BYTES + 1))
+    if not _is_json_object(lines[-1]):
+        yield JobText(b"".join(lines) + stream.read(MAX_BYTES + 1), "standard input", Path())
         return
     following = iter(lambda: stream.readline(MAX_BYTES + 1), b"")
-    for number, line in enumerate(itertools.chain([first], following), start=1):
+    for number, line in enumerate(itertools.chain(lines, following), start=1):
         if line.strip():
             yield JobText(line, f"standard input, line {number}", Path(), is_line=True)
 

@@ -214,7 +214,7 @@ def _spelt_canonically(data: dict[str, Any]) -> dict[str, Any]:
     spelt: dict[str, Any] = {}
     for key, value in data.items():
         canonical = _CANONICAL.get(key, key)
-        if spelt.get(canonical, value) != value:
+        if canonical in spelt and spelt[canonical] != value:
             raise ValueError(f"{key}: got {value!r} beside another spelling of {canonical}; expected one of them")
         spelt[canonical] = value
     return spelt

@@ -315,3 +315,15 @@ def test_what_an_undecided_branch_sets_is_asked_for(tmp_path: Path) -> None:
         "precision": "bf16_mixed",
     }
     assert files.merged(given).job.parallel.virtual_pipeline == 1
+
+
+def test_wrong_values_are_told_in_the_message_that_asks_for_the_missing_ones(tmp_path: Path) -> None:
+    config = json.loads((_FILES / "llama_mha_config.json").read_text())
+    path = write(tmp_path / "config.json", {**config, "num_hidden_layers": -3, "vocab_size": float("nan")})
+    with pytest.raises(JobError) as caught:
+        ImportedFiles.read([str(path)]).merged({"cluster.gpu": "H1000"})
+    told = dict(reason.split(": ", 1) for reason in caught.value.reasons)
+    assert told["model.num_layers"].startswith("got -3")
+    assert told["model.vocab_size"].startswith("got nan")
+    assert told["cluster.gpu"].startswith("got 'H1000'")
+    assert {"batch.seq_length", "precision.preset", "cluster.num_gpus"} <= set(told)

@@ -91,6 +91,15 @@ def test_json_lines_are_answered_in_order_with_the_faults_in_their_places(untrai
     assert any("model" in reason for reason in answers[1]["reasons"])
 
 
+def test_a_broken_first_line_keeps_back_no_other(untrained: Path) -> None:
+    good = json.dumps(yaml.safe_load(_JOB.read_text()))
+    command = ["-m", "gnn_predictor.infer", "-", "--format", "json", "--checkpoint", str(untrained)]
+    done = _run(*command, input=f"{good[:40]}\n{good}\n")
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert (done.returncode, first["exit_code"], first["source"]) == (2, 2, "standard input, line 1")
+    assert second["iteration_time_s"] > 0
+
+
 def test_one_job_file_that_is_missing_keeps_back_no_other(untrained: Path) -> None:
     jobs = ["missing.yaml", str(_JOB), str(_JOB)]
     done = _run("-m", "gnn_predictor.infer", *jobs, "--format", "json", "--checkpoint", str(untrained))

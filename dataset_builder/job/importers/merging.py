@@ -60,7 +60,7 @@ def merge(readings: Sequence[Reading], source: str, overrides: Mapping[str, Any]
     draft.ask(readings)
     if draft.reasons:
         own_name = f"{PurePath(source).name}: "  # of a single file, which stands before every reason already
-        reasons = [reason.removeprefix(own_name) for reason in [*draft.reasons, *draft.layout]]
+        reasons = [reason.removeprefix(own_name) for reason in [*draft.reasons, *draft.layout, *_invalid(draft.data)]]
         raise JobError(list(dict.fromkeys(reasons)), source)
     if draft.layout and draft.lacks_batch:
         raise CannotRunError(draft.layout, source)
@@ -69,6 +69,15 @@ def merge(readings: Sequence[Reading], source: str, overrides: Mapping[str, Any]
     warnings.append(f"model: {parameters_text(job.model)} parameters")
     warnings += contradictions(job.model, [*(each.path for each in readings if each.path != "-"), job.name or ""])
     return ImportedJob(draft.data, draft.leaf_origins(), tuple(dict.fromkeys(warnings)), job)
+
+
+def _invalid(data: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the values that are there, whatever is missing beside them."""
+    try:
+        TrainingJob.parse(data)
+    except JobError as error:
+        return [reason for reason in error.reasons if ": missing" not in reason]
+    return []
 
 
 def _agreed(readings: Sequence[Reading], overrides: Mapping[str, Any]) -> tuple[dict[str, Setting], list[str]]:
@@ -85,7 +94,7 @@ def _agreed(readings: Sequence[Reading], overrides: Mapping[str, Any]) -> tuple[
         best = min(option.rank for option in options)
         firm = [option for option in options if option.rank == best]
         settings[path] = firm[0]
-        different = next((option for option in firm if option.value != firm[0].value), None)
+        different = next((option for option in firm[1:] if option.value != firm[0].value), None)
         # Several files of one run may speak of several frameworks: the first is the one that was asked for first.
         is_open = best is not Rank.DEFAULT and path != "software.framework"
         if different and is_open and not _is_set(path, overrides):
