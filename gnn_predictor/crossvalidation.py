@@ -27,6 +27,7 @@ from gnn_predictor import ranks
 from gnn_predictor.batch import collate
 from gnn_predictor.dataset import OperatorExamples, RunExamples
 from gnn_predictor.features import GraphArrays
+from gnn_predictor.finetune import Start
 from gnn_predictor.fitting import FitSettings, fit
 from gnn_predictor.graph_store import GraphStore
 from gnn_predictor.network import Ensemble, NetworkConfig, Predictor
@@ -56,6 +57,7 @@ class Workshop:
     operators: OperatorExamples
     directory: Path
     num_workers: int
+    start: Start | None = None  # None: random weights
 
 
 def split_tasks(split: Split, shop: Workshop, settings: FitSettings, members: int) -> list[FitTask]:
@@ -113,7 +115,7 @@ def _fit_one(task: FitTask, shop: Workshop) -> None:
         print(f"{task.name} epoch {epoch + 1}/{task.settings.epochs}  {figures}", file=sys.stderr, flush=True)
 
     network = fit(
-        shop.config,
+        shop.start.of(task.settings.seed) if shop.start else shop.config,
         task.settings,
         shop.runs.select(np.array(task.runs, dtype=np.int64)),
         shop.operators.select(torch.tensor(task.operators)),
@@ -138,10 +140,12 @@ def _replace(file: Path, write: Callable[[Path], object]) -> None:
 
 
 def _file(task: FitTask, shop: Workshop, suffix: str) -> Path:
-    """A task's file; other settings, rows or orders of rows make another one."""
+    """A task's file; other settings, rows, orders of rows or weights to start from make another one."""
     rows: tuple[object, ...] = (task.settings, task.runs, task.operators)
     if isinstance(shop.runs.graphs, GraphStore):
         rows += (shop.runs.graphs.held,)
+    if shop.start is not None:
+        rows += (shop.start.digest,)
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()[:8]
     return shop.directory / f"{task.name}.{digest}.{suffix}"
 

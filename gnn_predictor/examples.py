@@ -53,8 +53,13 @@ class ExampleLimits:
     graphs_held: int | None = None  # with so many graphs or fewer, all are
 
 
-def load_examples(corpus: Corpus, limits: ExampleLimits, scratch: Path, blind: bool = False) -> Examples:
-    """Features of a corpus; graphs that are not held go to a file in ``scratch`` that goes with this process."""
+def load_examples(
+    corpus: Corpus, limits: ExampleLimits, scratch: Path, blind: bool = False, known_devices: tuple[str, ...] = ()
+) -> Examples:
+    """Features of a corpus; graphs that are not held go to a file in ``scratch`` that goes with this process.
+
+    ``known_devices`` come first among the devices, whether or not the corpus has them.
+    """
     stored = corpus.stored_runs().select(_spread_out(corpus.facts["num_runs"], limits.max_runs))
     held = limits.graphs_held if limits.graphs_held is not None and limits.graphs_held < len(stored) else None
     measurements = list(stored) if held is None else stored
@@ -67,7 +72,8 @@ def load_examples(corpus: Corpus, limits: ExampleLimits, scratch: Path, blind: b
     graphs = kept(_featurized(corpus, measurements, rows, reference))
     table = pd.DataFrame(rows)
     operators = corpus.operators_at(_evenly(corpus, limits.max_operators))
-    devices = tuple(sorted(set(table.pop("device")) | {op.device.name for op in operators}))
+    found = set(table.pop("device")) | {op.device.name for op in operators}
+    devices = (*known_devices, *sorted(found - set(known_devices)))
     return Examples(
         RunExamples(table, graphs),
         RunExamples(table, kept(_blind(run.job) for run in measurements if run.job)) if blind else None,

@@ -9,6 +9,7 @@ gradients are those of the whole batch; only what training drops at random is dr
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import time
@@ -85,15 +86,18 @@ EpochReport = Callable[[int, dict[str, float]], None]
 
 
 def fit(
-    config: NetworkConfig,
+    start: NetworkConfig | Predictor,
     settings: FitSettings,
     runs: RunExamples,
     operators: OperatorExamples,
     state_file: Path | None = None,
     report: EpochReport = lambda epoch, metrics: None,
 ) -> Predictor:
-    """Trains a network on these runs and operators and returns it in evaluation mode."""
-    training = _Training(config, settings, runs, operators)
+    """Trains a new network of a configuration, or a copy of a network, on these runs; returns it in evaluation mode.
+
+    A copy keeps the scales of its inputs, which its weights were learnt with.
+    """
+    training = _Training(start, settings, runs, operators)
     if state_file is not None:
         training.load(state_file)
     while training.epoch < settings.epochs:
@@ -122,19 +126,22 @@ class _Training:
     """The mutable state of one training run."""
 
     def __init__(
-        self, config: NetworkConfig, settings: FitSettings, runs: RunExamples, operators: OperatorExamples
+        self, start: NetworkConfig | Predictor, settings: FitSettings, runs: RunExamples, operators: OperatorExamples
     ) -> None:
         torch.manual_seed(settings.seed)
         self.settings = settings
         self.operators = operators
         self.generator = torch.Generator().manual_seed(settings.seed)
-        self.network = Predictor(config)
-        self.network.set_scales(*_scales(runs, operators))
+        if isinstance(start, Predictor):
+            self.network = copy.deepcopy(start)
+        else:
+            self.network = Predictor(start)
+            self.network.set_scales(*_scales(runs, operators))
         self.average = torch.optim.swa_utils.AveragedModel(self.network)
         self.optimizer = torch.optim.AdamW(
             self.network.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
         )
-        self.loader = run_loader(runs.graphs, config.devices, settings.batch_size, self.generator)
+        self.loader = run_loader(runs.graphs, self.network.config.devices, settings.batch_size, self.generator)
         self.log_seconds = torch.tensor(runs.table["iter_time_s"].to_numpy()).log().float()
         self.weight = source_weights(runs.table["source_id"].tolist(), settings.source_power)
         self.operator_weight = source_weights(

@@ -23,6 +23,9 @@ Trains a predictor and judges it on held-out runs; conf/train.yaml lists the key
 examples:
   python -m gnn_predictor.train experiment=smoke output=outputs/smoke
   python -m gnn_predictor.train fit.epochs=60 network.hidden=128 output=outputs/wide
+  python -m gnn_predictor.train corpus=my_cluster corpus.runs=runs.csv finetune_from=checkpoints output=build/mine
+  python -m gnn_predictor.train --multirun sweep=each network.hidden=48,64
+  torchrun --nproc-per-node 2 -m gnn_predictor.train       every fit on two processes
   python -m gnn_predictor.train --cfg job                  the composed configuration"""
 
 if __name__ == "__main__" and answered_at_once(HELP, sys.argv[1:]):
@@ -64,6 +67,7 @@ from gnn_predictor.distance import TrainingPoints
 from gnn_predictor.domain import domain_of
 from gnn_predictor.examples import ExampleLimits, Examples, load_examples
 from gnn_predictor.features import FEATURE_HASH
+from gnn_predictor.finetune import known_devices, start_from
 from gnn_predictor.fitting import FitSettings
 from gnn_predictor.graph_store import GROUP
 from gnn_predictor.interval import Interval
@@ -95,13 +99,24 @@ class ProtocolSettings(BaseModel):
     b3: bool = False
 
 
+class CorpusSettings(BaseModel):
+    """Where the corpus is, and the tables that it is built of where they are not the shipped ones."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: str
+    runs: str | None
+    ops: str | None
+
+
 class Settings(BaseModel):
     """Everything ``conf/train.yaml`` holds; an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    corpus: str
+    corpus: CorpusSettings
+    finetune_from: str | None
     output: str
     work: str
     workers: int = Field(ge=1)
@@ -117,13 +132,23 @@ class Settings(BaseModel):
 
 def run_training(settings: Settings) -> Path:
     """Trains, evaluates and writes the checkpoint; returns its directory. Of several ranks only the leader writes."""
-    ranks.from_leader(lambda: open_corpus(settings.corpus).content_hash)  # builds it where there is none
-    limits = ExampleLimits(settings.max_runs, settings.max_operators, settings.graphs_held)
-    examples = load_examples(load_corpus(settings.corpus), limits, Path(settings.work), blind=settings.protocols.b3)
+    corpus = settings.corpus
+    ranks.from_leader(lambda: open_corpus(**corpus.model_dump()).content_hash)  # builds it where there is none
+    start = load_checkpoint(settings.finetune_from) if settings.finetune_from is not None else None
+    examples = load_examples(
+        load_corpus(corpus.path),
+        ExampleLimits(settings.max_runs, settings.max_operators, settings.graphs_held),
+        Path(settings.work),
+        blind=settings.protocols.b3,
+        known_devices=known_devices(start) if start else (),
+    )
     config = NetworkConfig.fitting(examples.runs.graphs[0], examples.devices, **settings.network)
     directory = Path(settings.work) / _identity(config, examples)
     shop = Workshop(config, examples.runs, examples.operators, directory, settings.workers)
     blind_shop = replace(shop, runs=examples.blind_runs) if examples.blind_runs else None
+    if start is not None:
+        shop = replace(shop, start=start_from(start, config))
+        blind_shop = replace(blind_shop, start=start_from(start, config, blind=True)) if blind_shop else None
     protocols = [
         Protocol.plan(name, protocol_splits(name, examples, settings.protocols.folds), shop, blind_shop,
                       settings.fit, settings.protocols.members)
@@ -133,7 +158,7 @@ def run_training(settings: Settings) -> Path:
     final_blind = [replace(task, name=f"B3-{task.name}") for task in final[:1]] if blind_shop else []
     tracking = settings.tracking if ranks.is_leader() else {**settings.tracking, "mode": "disabled"}
     with Tracker(tracking, name=settings.name, config=settings.model_dump(mode="json")) as tracker:
-        tracker.log_dataset(Path(settings.corpus), {"hash": examples.corpus_hash, "runs": len(examples.runs)})
+        tracker.log_dataset(Path(corpus.path), {"hash": examples.corpus_hash, "runs": len(examples.runs)})
         seeing = [task for protocol in protocols for tasks in protocol.tasks.values() for task in tasks]
         histories = fit_all([*seeing, *final], shop)
         if blind_shop is not None:
@@ -156,6 +181,7 @@ def run_training(settings: Settings) -> Path:
                 half_width = left_out_half_widths(known, "P5", Interval().level)
                 metrics["P5"]["calibrated"], shrinkage = protocol.calibrated(examples, half_width)
             tracker.log_predictions(held_out[protocol.name], protocol.name)
+            tracker.summarize({f"{protocol.name}/mape_percent": metrics[protocol.name]["mape_percent"]})
             if protocol.name == "P1":
                 metrics["operators"] = protocol.unseen_operators()
         blind_weights = dict(trained(final_blind, blind_shop).state_dict()) if blind_shop and final_blind else None
@@ -215,7 +241,12 @@ def _write(
             name=settings.name,
             network=asdict(config),
             domain=domain_of(examples.trusted_jobs()),
-            training={"fit": asdict(settings.fit), "members": settings.members, "runs": len(examples.trusted)},
+            training={
+                "fit": asdict(settings.fit),
+                "members": settings.members,
+                "runs": len(examples.trusted),
+                **({"finetune_from": settings.finetune_from} if settings.finetune_from else {}),
+            },
             interval=interval_of(known, Interval()),
             memory=memory,
         )
@@ -244,8 +275,11 @@ def _write(
 
 
 @hydra.main(version_base="1.3", config_path=CONFIGURATION, config_name="train")
-def main(configuration: DictConfig) -> None:
-    """The command; exit code 2 with every wrong key when the configuration is invalid, 3 for a checkpoint's fault."""
+def main(configuration: DictConfig) -> float | None:
+    """The command; exit code 2 with every wrong key when the configuration is invalid, 3 for a checkpoint's fault.
+
+    Returns what a sweep minimises, the MAPE in percent of the first protocol.
+    """
     plain = OmegaConf.to_container(configuration, resolve=True)
     try:
         settings = Settings.model_validate(plain)
@@ -265,8 +299,11 @@ def main(configuration: DictConfig) -> None:
     except (JobError, CheckpointError) as error:
         print(f"train: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    if not _launched_rank():
-        print(json.dumps({"checkpoint": str(path)}))
+    if _launched_rank():
+        return None
+    print(json.dumps({"checkpoint": str(path)}))
+    metrics = load_checkpoint(path).metrics
+    return float(metrics[settings.protocols.names[0]]["mape_percent"]) if settings.protocols.names else None
 
 
 def _launched_rank() -> int | None:

@@ -39,7 +39,7 @@ from dataset_builder.tracing.trace import build_graph
 
 FORMAT_VERSION = 3
 # Of each table: what is read at a time by those who do not read it whole.
-_ROW_GROUPS = {"runs": 1024, "graphs": 2**14, "nodes": 2**14, "edges": 2**15, "repeats": 2**15, "stages": 2**12,
+ROW_GROUPS = {"runs": 1024, "graphs": 2**14, "nodes": 2**14, "edges": 2**15, "repeats": 2**15, "stages": 2**12,
                "ops": 2**15}  # fmt: skip
 TABLES = ("runs", "graphs", "nodes", "edges", "repeats", "stages", "ops")
 
@@ -75,7 +75,7 @@ class Corpus:
         chosen: list[OpMeasurement] = []
         devices: dict[str, DeviceSpec] = {}
         start = 0
-        for batch in pq.ParquetFile(self.path / "ops.parquet").iter_batches(_ROW_GROUPS["ops"]):
+        for batch in pq.ParquetFile(self.path / "ops.parquet").iter_batches(ROW_GROUPS["ops"]):
             first, last = np.searchsorted(rows, [start, start + batch.num_rows])
             table = pa.Table.from_batches([batch]).take(rows[first:last] - start)
             names = set(table["gpu"].unique().to_pylist()) - set(devices)
@@ -128,14 +128,16 @@ def build_corpus(
     _check_replaceable(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    measured = read_runs(runs or shipped_table("runs.parquet"))
+    runs, ops = runs or shipped_table("runs.parquet"), ops or shipped_table("ops.parquet")
+    hashes = {"runs": _file_hash(runs), "ops": _file_hash(ops)}
+    measured = read_runs(runs)
     skipped = [("runs", run.run_id, run.reason) for run in measured if run.job is None]
     skipped += [
         ("runs", run.run_id, "iter_time_s: no time to learn") for run in measured if run.job and not run.is_timed
     ]
     kept, graph_of, graphs = _trace([run for run in measured if run.job and run.is_timed], skipped)
     _say(f"{len(kept)} of {len(measured)} runs have a graph ({len(graphs)} distinct), {_since(started)}")
-    operators, reasons = read_ops(ops or shipped_table("ops.parquet"))
+    operators, reasons = read_ops(ops)
     skipped += [("ops", *reason.split(": ", 1)) for reason in reasons]  # type: ignore[misc]
     _say(f"{len(operators)} of {len(operators) + len(reasons)} operators, {_since(started)}")
     tables = {
@@ -147,6 +149,7 @@ def build_corpus(
     facts = {
         "format_version": FORMAT_VERSION,
         "content_hash": digest,
+        "tables": hashes,
         "tracer_version": graphs[0].tracer_version if graphs else "",
         "num_runs": len(kept),
         "num_rows": len(measured),
@@ -160,9 +163,23 @@ def build_corpus(
     return load_corpus(output)
 
 
-def open_corpus(path: str | Path) -> Corpus:
-    """The corpus at ``path``, built there from the shipped tables first when there is none."""
-    return load_corpus(path) if (Path(path) / "corpus.json").exists() else build_corpus(path)
+def open_corpus(path: str | Path, runs: str | Path | None = None, ops: str | Path | None = None) -> Corpus:
+    """The corpus at ``path``, built there first when there is none, or one of other tables than those given."""
+    if (Path(path) / "corpus.json").exists():
+        corpus = load_corpus(path)
+        given = {name: _file_hash(table) for name, table in (("runs", runs), ("ops", ops)) if table is not None}
+        if corpus.facts.get("tables", {}) | given == corpus.facts.get("tables", {}):
+            return corpus
+    return build_corpus(path, runs, ops)
+
+
+def _file_hash(table: str | Path) -> str:
+    """SHA-256 of a table's file, as hexadecimal digits; JobError when there is none."""
+    try:
+        with open(table, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise JobError([f"cannot be read as a table: {error.strerror}"], source=str(table)) from None
 
 
 def _trace(
@@ -251,7 +268,7 @@ def _write(
     scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     try:
         for name, table in tables.items():
-            pq.write_table(table, scratch / f"{name}.parquet", _ROW_GROUPS[name], compression="zstd")
+            pq.write_table(table, scratch / f"{name}.parquet", ROW_GROUPS[name], compression="zstd")
         pd.DataFrame(skipped, columns=["table", "id", "reason"]).to_csv(scratch / "skipped.csv", index=False)
         (scratch / "splits.json").write_text(json.dumps(definitions), encoding="utf-8")
         (scratch / "README.md").write_text(corpus_card(tables, facts), encoding="utf-8")

@@ -111,6 +111,21 @@ def test_no_corpus_and_other_formats_are_refused(corpus: Corpus, tmp_path: Path)
     assert open_corpus(corpus.path).content_hash == corpus.content_hash
 
 
+def test_a_corpus_is_built_anew_only_of_other_tables(tables: tuple[Path, Path], tmp_path: Path) -> None:
+    runs = tmp_path / "runs.csv"
+    read_table(tables[0]).head(6).to_csv(runs, index=False)
+    first = open_corpus(tmp_path / "corpus", runs, tables[1])
+    written = (first.path / "corpus.json").stat().st_mtime_ns
+    assert open_corpus(first.path, runs, tables[1]).facts == open_corpus(first.path).facts == first.facts
+    assert (first.path / "corpus.json").stat().st_mtime_ns == written
+    read_table(tables[0]).head(8).to_csv(runs, index=False)
+    other = open_corpus(first.path, runs, tables[1])
+    assert other.content_hash != first.content_hash
+    assert other.facts["num_runs"] > first.facts["num_runs"]
+    with pytest.raises(JobError, match="cannot be read as a table: No such file"):
+        open_corpus(first.path, tmp_path / "none.csv")
+
+
 def test_command(tables: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"runs={tables[0]}", f"ops={tables[1]}", f"output={tmp_path / 'corpus'}"]) == 0
     assert "runs have a graph" in capsys.readouterr().err

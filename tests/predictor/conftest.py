@@ -12,7 +12,8 @@ import pandas as pd
 import pytest
 import torch
 
-from dataset_builder.corpus.measurements import OpMeasurement
+from dataset_builder.corpus.build import Corpus, build_corpus
+from dataset_builder.corpus.measurements import OpMeasurement, read_table, shipped_table
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.layout import rank_layout
 from dataset_builder.tracing.trace import build_graph
@@ -99,3 +100,13 @@ def operators(job_of: JobOf, runs: RunExamples) -> OperatorExamples:
 @pytest.fixture(scope="session")
 def config(runs: RunExamples) -> NetworkConfig:
     return NetworkConfig.fitting(runs.graphs[0], (runs.graphs[0].device_name,), hidden=16, context=12)
+
+
+@pytest.fixture(scope="session")
+def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Forty runs of one source and a few operators of every kind; its tables lie beside it."""
+    folder = tmp_path_factory.mktemp("small")
+    runs = read_table(shipped_table("runs.parquet"))
+    runs[runs["source_id"] == "llm-foundry"].head(40).to_csv(folder / "runs.csv", index=False)
+    read_table(shipped_table("ops.parquet")).iloc[::2000].to_parquet(folder / "ops.parquet")
+    return build_corpus(folder / "corpus", folder / "runs.csv", folder / "ops.parquet")

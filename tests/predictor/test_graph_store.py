@@ -15,8 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataset_builder.corpus.build import Corpus, build_corpus
-from dataset_builder.corpus.measurements import read_table, shipped_table
+from dataset_builder.corpus.build import Corpus
 from gnn_predictor.crossvalidation import FitTask, Workshop, fit_all, trained
 from gnn_predictor.dataset import OperatorExamples, RunExamples
 from gnn_predictor.examples import ExampleLimits, load_examples
@@ -136,20 +135,11 @@ def test_workers_share_the_file_and_fits_from_it_have_their_own_names(
     assert len(list((tmp_path / "1").glob("*.weights"))) == 4
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    folder = tmp_path_factory.mktemp("corpus")
-    runs = read_table(shipped_table("runs.parquet"))
-    runs[runs["source_id"] == "llm-foundry"].head(40).to_parquet(folder / "runs.parquet")
-    read_table(shipped_table("ops.parquet")).iloc[::2000].to_parquet(folder / "ops.parquet")
-    return build_corpus(folder / "corpus", folder / "runs.parquet", folder / "ops.parquet")
-
-
 @pytest.mark.parametrize("graphs_held", [GROUP, 1000])
-def test_a_corpus_is_the_same_from_disk_and_from_memory(corpus: Corpus, tmp_path: Path, graphs_held: int) -> None:
+def test_a_corpus_is_the_same_from_disk_and_from_memory(small_corpus: Corpus, tmp_path: Path, graphs_held: int) -> None:
     limits = ExampleLimits(max_operators=60)
-    memory = load_examples(corpus, limits, tmp_path)
-    bounded = load_examples(corpus, replace(limits, graphs_held=graphs_held), tmp_path)
+    memory = load_examples(small_corpus, limits, tmp_path)
+    bounded = load_examples(small_corpus, replace(limits, graphs_held=graphs_held), tmp_path)
     assert isinstance(bounded.runs.graphs, GraphStore if graphs_held < len(memory.runs) else tuple)
     assert all(map(same, memory.runs.graphs, bounded.runs.graphs))
     assert memory.runs.table.equals(bounded.runs.table)
@@ -159,9 +149,9 @@ def test_a_corpus_is_the_same_from_disk_and_from_memory(corpus: Corpus, tmp_path
     assert memory.operators.table.equals(bounded.operators.table)
 
 
-def test_operators_are_read_where_they_are_asked_for(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_are_read_where_they_are_asked_for(small_corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     groups: dict[str, Any] = {"ops": 16}
-    monkeypatch.setattr("dataset_builder.corpus.build._ROW_GROUPS", groups)
-    rows = np.arange(3, len(corpus.operators), 7)
-    assert corpus.operators_at(rows) == [corpus.operators[row] for row in rows]
-    assert corpus.operators_at(rows[:0]) == []
+    monkeypatch.setattr("dataset_builder.corpus.build.ROW_GROUPS", groups)
+    rows = np.arange(3, len(small_corpus.operators), 7)
+    assert small_corpus.operators_at(rows) == [small_corpus.operators[row] for row in rows]
+    assert small_corpus.operators_at(rows[:0]) == []
