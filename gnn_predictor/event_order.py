@@ -14,11 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dataset_builder.job.parallel import FOLDED_SCHEDULES
+
+IntArray = NDArray[np.int64]
 
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(4)
 # Schedules that run a forward and a backward pass as one event, side by side.
 PAIRED = ("dualpipe", "dualpipe_v")
+_NO_TASK = (-1, -1, -1)
 # Schedules that run weight gradients apart from the rest of a backward pass.
 SPLIT = ("zero_bubble", "zero_bubble_2p", "zero_bubble_v", *PAIRED)
 
@@ -92,74 +98,81 @@ def in_flight_microbatches(shape: PipelineShape) -> tuple[float, ...]:
 
 def rank_order(shape: PipelineShape, rank: int) -> list[Event]:
     """The events of one step in the order in which a rank runs them."""
+    events = order_table(shape, rank).tolist()
+    return [tuple(Task(*task) for task in event if task[0] >= 0) for event in events]
+
+
+def order_table(shape: PipelineShape, rank: int) -> IntArray:
+    """:func:`rank_order` as an array [events, tasks, 3]: kind, piece and microbatch, all -1 where there is no task."""
     p, m = shape.num_ranks, shape.num_microbatches
     match shape.schedule:
         case "gpipe":
-            return _alone([Task(kind, rank, i) for kind in (FORWARD, BACKWARD) for i in range(m)])
+            return _alone(np.concatenate([_tasks(kind, rank, np.arange(m)) for kind in (FORWARD, BACKWARD)]))
         case "zero_bubble":
             return _alone(_zero_bubble(rank, m, warmup=p - rank - 1, lag=rank))
         case "zero_bubble_2p":
             return _alone(_zero_bubble(rank, m, warmup=2 * (p - rank - 1), lag=2 * rank))
         case "zero_bubble_v":
-            return _alone(_zero_bubble_v(rank, p, m))
+            return _alone(np.array(_zero_bubble_v(rank, p, m)))
         case "dualpipe":
-            return _dualpipe(rank, p, m)
+            return _in_pairs(_dualpipe(rank, p, m))
         case "dualpipe_v":
-            return [
-                tuple(Task(kind, 2 * p - 1 - rank if chunk else rank, i) for kind, chunk, i in event)
-                for event in _paired(rank, p, m)
-            ]
+            pieces = (rank, 2 * p - 1 - rank)
+            return _in_pairs([[(kind, pieces[chunk], i) for kind, chunk, i in event] for event in _paired(rank, p, m)])
         case _:
             return _alone(_one_forward_one_backward(shape, rank))
 
 
-def _alone(tasks: list[Task]) -> list[Event]:
-    return [(task,) for task in tasks]
+def _alone(tasks: IntArray) -> IntArray:
+    """An event for each of the tasks [tasks, 3]."""
+    return tasks.reshape(-1, 1, 3)
 
 
-def _one_forward_one_backward(shape: PipelineShape, rank: int) -> list[Task]:
-    """1F1B, interleaved or not, with Megatron-LM's warm-up."""
+def _in_pairs(events: Sequence[Sequence[tuple[int, int, int]]]) -> IntArray:
+    """Events of two tasks that run side by side, or of one, which stands last."""
+    return np.array([[_NO_TASK, *event] if len(event) == 1 else event for event in events])
+
+
+def _tasks(kind: int, piece: int | IntArray, microbatch: IntArray) -> IntArray:
+    """One task for each microbatch; [tasks, 3]."""
+    return np.stack(np.broadcast_arrays(kind, piece, microbatch), axis=1)
+
+
+def _one_forward_one_backward(shape: PipelineShape, rank: int) -> IntArray:
+    """1F1B, interleaved or not, with Megatron-LM's warm-up: groups of p microbatches, chunk by chunk. [tasks, 3]"""
     p, v, m = shape.num_ranks, shape.num_chunks, shape.num_microbatches
     total = m * v
     if v == 1:
         warmup = min(p - rank - 1, m)
     else:
         warmup = total if m == p else min((p - rank - 1) * 2 + (v - 1) * p, total)
-    forward = [_of_group(FORWARD, i, rank, shape) for i in range(total)]
-    backward = [_of_group(BACKWARD, i, rank, shape) for i in range(total)]
-    steady = [task for pair in zip(forward[warmup:], backward, strict=False) for task in pair]
-    return forward[:warmup] + steady + backward[total - warmup :]
+    group, within = np.divmod(np.arange(total), p * v)
+    chunk, offset = np.divmod(within, p)
+    forward = _tasks(FORWARD, chunk * p + rank, group * p + offset)
+    backward = _tasks(BACKWARD, (v - 1 - chunk) * p + rank, group * p + offset)
+    steady = np.stack([forward[warmup:], backward[: total - warmup]], axis=1)
+    return np.concatenate([forward[:warmup], steady.reshape(-1, 3), backward[total - warmup :]])
 
 
-def _of_group(kind: int, step: int, rank: int, shape: PipelineShape) -> Task:
-    """A rank's ``step``-th forward or backward: groups of p microbatches chunk by chunk."""
-    p, v = shape.num_ranks, shape.num_chunks
-    group, within = divmod(step, p * v)
-    chunk, offset = divmod(within, p)
-    return Task(kind, (chunk if kind == FORWARD else v - 1 - chunk) * p + rank, group * p + offset)
+def _zero_bubble(rank: int, m: int, warmup: int, lag: int) -> IntArray:
+    """1F1B whose weight gradients come ``lag`` microbatches late, so that every rank holds equally many. [tasks, 3]"""
+    i = np.arange(m)
+    kinds = ((FORWARD, i + warmup), (INPUT_GRADIENT, i), (WEIGHT_GRADIENT, i - lag))
+    rounds = np.stack([_tasks(kind, rank, microbatch) for kind, microbatch in kinds], axis=1).reshape(-1, 3)
+    first, last = _tasks(FORWARD, rank, np.arange(warmup)), _tasks(WEIGHT_GRADIENT, rank, np.arange(m - lag, m))
+    tasks = np.concatenate([first, rounds, last])
+    return tasks[(tasks[:, 2] >= 0) & (tasks[:, 2] < m)]
 
 
-def _zero_bubble(rank: int, m: int, warmup: int, lag: int) -> list[Task]:
-    """1F1B whose weight gradients come ``lag`` microbatches late, so that every rank holds equally many."""
-    tasks = [Task(FORWARD, rank, i) for i in range(min(warmup, m))]
-    for i in range(m):
-        if warmup + i < m:
-            tasks.append(Task(FORWARD, rank, warmup + i))
-        tasks.append(Task(INPUT_GRADIENT, rank, i))
-        if i >= lag:
-            tasks.append(Task(WEIGHT_GRADIENT, rank, i - lag))
-    return tasks + [Task(WEIGHT_GRADIENT, rank, i) for i in range(max(0, m - lag), m)]
-
-
-def _zero_bubble_v(rank: int, p: int, m: int) -> list[Task]:
+def _zero_bubble_v(rank: int, p: int, m: int) -> list[tuple[int, int, int]]:
     """ZB-V; of fewer microbatches than fill the pipeline (2p - 1), those that there are."""
     filled = max(m, 2 * p - 1)
     pieces = (rank, 2 * p - 1 - rank)
-    tasks: list[Task] = []
+    tasks: list[tuple[int, int, int]] = []
     done: Counter[tuple[int, int]] = Counter()
 
     def run(kind: int, chunk: int) -> None:
-        tasks.append(Task(kind, pieces[chunk], done[kind, chunk]))
+        tasks.append((kind, pieces[chunk], done[kind, chunk]))
         done[kind, chunk] += 1
 
     def backward(chunk: int) -> None:
@@ -188,10 +201,10 @@ def _zero_bubble_v(rank: int, p: int, m: int) -> list[Task]:
     for chunk in (1, 0):
         while done[WEIGHT_GRADIENT, chunk] < filled:
             run(WEIGHT_GRADIENT, chunk)
-    return [task for task in tasks if task.microbatch < m]
+    return [task for task in tasks if task[2] < m]
 
 
-def _dualpipe(rank: int, p: int, m: int) -> list[Event]:
+def _dualpipe(rank: int, p: int, m: int) -> list[list[tuple[int, int, int]]]:
     """Half of the microbatches go through the ranks upwards, half (numbered from m / 2) downwards."""
     is_upper = rank >= p // 2
     events = []
@@ -199,8 +212,8 @@ def _dualpipe(rank: int, p: int, m: int) -> list[Event]:
         tasks = []
         for kind, chunk, i in event:
             is_reverse = chunk != is_upper
-            tasks.append(Task(kind, p - 1 - rank if is_reverse else rank, i + (m // 2 if is_reverse else 0)))
-        events.append(tuple(tasks))
+            tasks.append((kind, p - 1 - rank if is_reverse else rank, i + (m // 2 if is_reverse else 0)))
+        events.append(tasks)
     return events
 
 

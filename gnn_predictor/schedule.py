@@ -25,9 +25,10 @@ from gnn_predictor.event_order import (
     FORWARD,
     INPUT_GRADIENT,
     WEIGHT_GRADIENT,
-    Event,
+    IntArray,
     PipelineShape,
     Task,
+    order_table,
     rank_order,
 )
 
@@ -89,23 +90,20 @@ class TimedEvent:
 
 @dataclass(frozen=True)
 class _Events:
-    """Events in an order in which every predecessor comes first; -1 stands for no predecessor."""
+    """All events of a step in an order in which every predecessor comes first.
 
-    rank: tuple[int, ...]
-    tasks: tuple[Event, ...]
-    previous_on_rank: tuple[int, ...]
-    feeding: tuple[tuple[tuple[int, bool], ...], ...]  # event, and whether another rank runs it
-    work: tuple[int, ...]  # row of ``coefficients``
+    The first ``num_ranks`` places stand for the ranks as they begin the step; event i is at place ``num_ranks + i``.
+    An event waits for one other beside the one before it on its rank; one that waits for two others comes after an
+    event that does nothing but wait for the first.
+    """
+
+    rank: list[int]
+    number: list[int]  # in its rank's order; -1 where an event only waits
+    previous: list[int]  # place of the event before it on its rank
+    feeder: list[int]  # place of the event that it waits for, or ``previous`` again
+    is_remote: list[bool]  # whether another rank runs the feeder
+    work: list[int]  # row of ``coefficients``
     coefficients: Floats  # [distinct works, len(TIMES) * num_stages]: an event's seconds as a sum of stage times
-
-
-@dataclass(frozen=True)
-class _Run:
-    """When events start and end, and the predecessor that decided each start (-1: none)."""
-
-    start: list[float]
-    end: list[float]
-    came_from: list[int]
 
 
 def stage_seconds(forward_s: Sequence[float], backward_s: Sequence[float], **parts: Sequence[float]) -> Floats:
@@ -166,40 +164,45 @@ def _one_step(shape: PipelineShape, stage_s: Floats, hop_s: float) -> Makespan:
     if shape.schedule in _ROLLING:
         return _period(shape, stage_s, hop_s)[0]
     events = _events(shape)
-    run = _run(events, stage_s, hop_s, [0.0] * shape.num_ranks)
-    last = max(range(len(run.end)), key=run.end.__getitem__)
-    _, counts, hops = _path_to(last, events, run)
-    return Makespan(run.end[last], _by_stage(counts, events), float(hops))
+    end = _ends(events, stage_s, hop_s, [0.0] * shape.num_ranks)
+    seconds = max(end)
+    _, counts, hops = _path_to(end.index(seconds), events, end, hop_s)
+    return Makespan(seconds, _by_stage(counts, events), float(hops))
 
 
-def _run(events: _Events, stage_s: Floats, hop_s: float, free: Sequence[float]) -> _Run:
-    """Runs every event as early as it can; rank r is free from ``free[r]``."""
+def _ends(events: _Events, stage_s: Floats, hop_s: float, free: Sequence[float]) -> list[float]:
+    """When what stands at every place ends if all events run as early as they can; rank r is free from ``free[r]``."""
     seconds = (events.coefficients @ stage_s.ravel()).tolist()
-    begin, end = [0.0] * len(events.rank), [0.0] * len(events.rank)
-    came_from = [-1] * len(end)
-    for i, (rank, previous, feeding, work) in enumerate(
-        zip(events.rank, events.previous_on_rank, events.feeding, events.work, strict=True)
+    end = list(free)
+    for previous, feeder, is_remote, work in zip(
+        events.previous, events.feeder, events.is_remote, events.work, strict=True
     ):
-        start, source = (end[previous], previous) if previous >= 0 else (free[rank], -1)
-        for feeder, is_remote in feeding:
-            ready = end[feeder] + (hop_s if is_remote else 0.0)
-            if ready > start:
-                start, source = ready, feeder
-        begin[i], end[i] = start, start + seconds[work]
-        came_from[i] = source
-    return _Run(begin, end, came_from)
+        start, ready = end[previous], end[feeder]
+        if is_remote:
+            ready += hop_s
+        end.append((ready if ready > start else start) + seconds[work])
+    return end
 
 
-def _path_to(event: int, events: _Events, run: _Run) -> tuple[int, Floats, int]:
+def _path_to(place: int, events: _Events, end: Sequence[float], hop_s: float) -> tuple[int, Floats, int]:
     """Back along the longest path: the rank it starts on, how often it runs each work, and its hops."""
-    counts = np.zeros(len(events.coefficients))
-    hops, first = 0, event
-    while event >= 0:
-        counts[events.work[event]] += 1.0
-        source = run.came_from[event]
-        hops += source != events.previous_on_rank[event] and events.rank[source] != events.rank[event]
-        first, event = event, source
-    return events.rank[first], counts, hops
+    num_ranks, hops = len(end) - len(events.rank), 0
+    works = []
+    while place >= num_ranks:
+        event = place - num_ranks
+        works.append(events.work[event])
+        _, waits = _start(place, events, end, hop_s)
+        hops += waits and events.is_remote[event]
+        place = events.feeder[event] if waits else events.previous[event]
+    return place, np.bincount(works, minlength=len(events.coefficients)).astype(np.float64), hops
+
+
+def _start(place: int, events: _Events, end: Sequence[float], hop_s: float) -> tuple[float, bool]:
+    """When an event starts, and whether it waits until then for what another event puts out."""
+    event = place - (len(end) - len(events.rank))
+    free, ready = end[events.previous[event]], end[events.feeder[event]]
+    ready += hop_s if events.is_remote[event] else 0.0
+    return max(free, ready), ready > free
 
 
 def _by_stage(work_counts: Floats, events: _Events) -> Floats:
@@ -212,19 +215,19 @@ def _period(shape: PipelineShape, stage_s: Floats, hop_s: float) -> tuple[Makesp
     Steps are run until no rank falls further behind than the best cycle found among their longest paths.
     """
     events = _events(shape)
-    last_of = {rank: event for event, rank in enumerate(events.rank)}
+    last_of = {rank: place for place, rank in enumerate(events.rank, start=shape.num_ranks)}
     arrival_s = stage_s[_FORWARD] / shape.num_chunks
     free = (np.cumsum(arrival_s) - arrival_s).tolist()  # as the first microbatch arrives
     best = Makespan(0.0, np.zeros_like(stage_s), 0.0)
     for _ in range(_MOST_STEPS):
-        run = _run(events, stage_s, hop_s, free)
-        paths = {rank: _path_to(event, events, run) for rank, event in last_of.items()}
+        end = _ends(events, stage_s, hop_s, free)
+        paths = {rank: _path_to(place, events, end, hop_s) for rank, place in last_of.items()}
         for ranks in _cycles({rank: start for rank, (start, _, _) in paths.items()}):
             counts = _by_stage(np.sum([paths[rank][1] for rank in ranks], axis=0) / len(ranks), events)
             hops = sum(paths[rank][2] for rank in ranks) / len(ranks)
             seconds = float((counts * stage_s).sum()) + hops * hop_s
             best = max(best, Makespan(seconds, counts, hops), key=lambda each: each.seconds)
-        done = [run.end[last_of[rank]] for rank in range(len(free))]
+        done = [end[last_of[rank]] for rank in range(len(free))]
         slowest = max(later - earlier for later, earlier in zip(done, free, strict=True))
         first = min(done)
         free = [seconds - first for seconds in done]
@@ -255,14 +258,18 @@ def timed_events(shape: PipelineShape, stage_s: Floats, hop_s: float) -> tuple[T
     over, every rank's clock starts with its own step, in their steady state.
     """
     shape = _as_run(shape)
+    p = shape.num_ranks
     events = _events(shape)
-    free = _period(shape, stage_s, hop_s)[1] if shape.schedule in _ROLLING else [0.0] * shape.num_ranks
-    run = _run(events, stage_s, hop_s, free)
-    last_piece = shape.num_ranks * shape.num_chunks - 1
+    free = _period(shape, stage_s, hop_s)[1] if shape.schedule in _ROLLING else [0.0] * p
+    ends = _ends(events, stage_s, hop_s, free)
+    orders = [rank_order(shape, rank) for rank in range(p)]
     index: dict[tuple[int, int, int], int] = {}
     timed: list[TimedEvent] = []
-    for tasks, rank, start, end in zip(events.tasks, events.rank, run.start, run.end, strict=True):
-        start, end = start - free[rank], end - free[rank]
+    for place, (rank, number) in enumerate(zip(events.rank, events.number, strict=True), start=p):
+        if number < 0:
+            continue
+        start, end = _start(place, events, ends, hop_s)[0] - free[rank], ends[place] - free[rank]
+        tasks = orders[rank][number]
         for task in tasks:
             alone = float(_coefficients(((task.kind, task.piece),), shape) @ stage_s.ravel())
             stage, hidden = shape.stage_of(task.piece), 0.0
@@ -270,57 +277,13 @@ def timed_events(shape: PipelineShape, stage_s: Floats, hop_s: float) -> tuple[T
                 row = _HIDDEN_FORWARD if task.kind == FORWARD else _HIDDEN_BACKWARD
                 hidden = float(stage_s[row, stage]) / shape.num_chunks
             until = end if task is tasks[-1] else start + alone - hidden
-            feeder = index.get(_feeder(task, last_piece) or (-1, -1, -1), -1)
+            feeder = index.get(_feeder(task, p * shape.num_chunks - 1), -1)
             is_remote = feeder >= 0 and timed[feeder].rank != rank
-            place = (rank, task.kind, stage, task.piece // shape.num_ranks, task.microbatch)
-            timed.append(TimedEvent(*place, start, until, feeder, is_remote, hidden))
+            where = (rank, task.kind, stage, task.piece // p, task.microbatch)
+            timed.append(TimedEvent(*where, start, until, feeder, is_remote, hidden))
             index[_output(task)] = len(timed) - 1
             start = until
     return tuple(timed)
-
-
-@functools.lru_cache(maxsize=512)
-def _events(shape: PipelineShape) -> _Events:
-    """All events of one step, sorted so that predecessors come first."""
-    orders = [rank_order(shape, rank) for rank in range(shape.num_ranks)]
-    index: dict[tuple[int, int, int], int] = {}  # what a task puts out -> event
-    works: dict[tuple[tuple[int, int], ...], int] = {}  # kinds and pieces of an event's tasks -> row
-    rank_of: list[int] = []
-    tasks_of: list[Event] = []
-    previous_of: list[int] = []
-    feeding_of: list[tuple[tuple[int, bool], ...]] = []
-    work_of: list[int] = []
-    position, previous = [0] * shape.num_ranks, [-1] * shape.num_ranks
-    last_piece = shape.num_ranks * shape.num_chunks - 1
-    remaining = sum(map(len, orders))
-    while remaining:
-        progressed = False
-        for rank, order in enumerate(orders):
-            while position[rank] < len(order):
-                tasks = order[position[rank]]
-                feeders = [feeder for task in tasks if (feeder := _feeder(task, last_piece)) is not None]
-                if any(feeder not in index for feeder in feeders):
-                    break
-                event = len(rank_of)
-                index |= {_output(task): event for task in tasks}
-                rank_of.append(rank)
-                tasks_of.append(tasks)
-                previous_of.append(previous[rank])
-                feeding_of.append(tuple((index[feeder], rank_of[index[feeder]] != rank) for feeder in feeders))
-                work_of.append(works.setdefault(tuple((kind, piece) for kind, piece, _ in tasks), len(works)))
-                previous[rank] = event
-                position[rank] += 1
-                remaining -= 1
-                progressed = True
-        assert progressed, f"the order of {shape} deadlocks"
-    return _Events(
-        rank=tuple(rank_of),
-        tasks=tuple(tasks_of),
-        previous_on_rank=tuple(previous_of),
-        feeding=tuple(feeding_of),
-        work=tuple(work_of),
-        coefficients=np.stack([_coefficients(work, shape) for work in works]),
-    )
 
 
 def _output(task: Task) -> tuple[int, int, int]:
@@ -329,14 +292,108 @@ def _output(task: Task) -> tuple[int, int, int]:
     return BACKWARD if kind == INPUT_GRADIENT else kind, piece, microbatch
 
 
-def _feeder(task: Task, last_piece: int) -> tuple[int, int, int] | None:
-    """The output that a task needs, but for those of its own rank that always come before."""
+def _feeder(task: Task, last_piece: int) -> tuple[int, int, int]:
+    """The output that a task needs, but for those of its own rank that always come before (then none that there is)."""
     kind, piece, microbatch = task
     if kind == FORWARD:
-        return (FORWARD, piece - 1, microbatch) if piece else None
+        return FORWARD, piece - 1, microbatch
     if kind == WEIGHT_GRADIENT:
-        return None
+        return -1, piece, microbatch
     return (FORWARD, piece, microbatch) if piece == last_piece else (BACKWARD, piece + 1, microbatch)
+
+
+@functools.lru_cache(maxsize=512)
+def _events(shape: PipelineShape) -> _Events:
+    """All events of one step, sorted so that predecessors come first."""
+    p = shape.num_ranks
+    orders = [order_table(shape, rank) for rank in range(p)]
+    tasks = np.concatenate(orders)  # [events, tasks of an event, 3]
+    needed, made, nothing = _messages(tasks, shape)
+    # An event is where its last task is; where another one is, an event that waits for what that task needs.
+    is_whole = np.arange(tasks.shape[1]) == tasks.shape[1] - 1
+    event, column = np.nonzero(is_whole | (tasks[:, :, 0] >= 0))
+    is_whole = is_whole[column]
+    needed, made = needed[event, column], np.where(is_whole[:, None], made[event], nothing)
+    rank = np.repeat(np.arange(p), [len(order) for order in orders])[event]
+    number = np.concatenate([np.arange(len(order)) for order in orders])[event]
+    # So far by rank; from here on, places are those of an order in which they can run.
+    first = np.searchsorted(rank, np.arange(p + 1))
+    order = _runnable_order(first.tolist(), needed.tolist(), made.tolist(), nothing)
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = p + np.arange(len(order))
+    previous = np.concatenate([[0], place[:-1]])
+    previous[first[:-1]] = np.arange(p)
+    maker = np.zeros(nothing + 1, dtype=np.int64)
+    maker[made] = place[:, None]
+    is_fed = needed != nothing
+    feeder = np.where(is_fed, maker[needed], previous)
+    work, works = _works(tasks, event, is_whole, order)
+    return _Events(
+        rank=rank[order].tolist(),
+        number=np.where(is_whole, number, -1)[order].tolist(),
+        previous=previous[order].tolist(),
+        feeder=feeder[order].tolist(),
+        is_remote=(is_fed & (np.concatenate([np.arange(p), rank[order]])[feeder] != rank))[order].tolist(),
+        work=work,
+        coefficients=np.stack([_coefficients(each, shape) for each in works]),
+    )
+
+
+def _messages(tasks: IntArray, shape: PipelineShape) -> tuple[IntArray, IntArray, int]:
+    """Numbers of what every task [..., 3] needs and of what it puts out; the third stands for nothing, in both.
+
+    Of what its own rank always runs before it, a task needs nothing.
+    """
+    m, last = shape.num_microbatches, shape.num_ranks * shape.num_chunks - 1
+    gradients = (last + 1) * m  # activations have the numbers below
+    kind, piece, microbatch = tasks[..., 0], tasks[..., 1], tasks[..., 2]
+    own = piece * m + microbatch
+    before = np.where(piece == last, own, gradients + own + m)
+    has_none = (kind < 0) | (kind == WEIGHT_GRADIENT)
+    needed = np.where(kind == FORWARD, own - m, before)
+    made = np.where(kind == FORWARD, own, gradients + own)
+    nothing = 2 * gradients
+    return (
+        np.where(has_none | ((kind == FORWARD) & (piece == 0)), nothing, needed),
+        np.where(has_none, nothing, made),
+        nothing,
+    )
+
+
+def _runnable_order(
+    first: Sequence[int], needed: Sequence[int], made: Sequence[Sequence[int]], nothing: int
+) -> list[int]:
+    """An order of events in which what each needs is there; rank r's are those from ``first[r]`` on, in this order."""
+    is_made = bytearray(nothing + 1)
+    is_made[nothing] = True
+    order: list[int] = []
+    begin = list(first)
+    while len(order) < len(needed):
+        done = len(order)
+        for rank, stop in enumerate(first[1:]):
+            i = begin[rank]
+            while i < stop and is_made[needed[i]]:
+                for message in made[i]:
+                    is_made[message] = True
+                i += 1
+            order.extend(range(begin[rank], i))
+            begin[rank] = i
+        assert len(order) > done, "the order of this schedule deadlocks"
+    return order
+
+
+def _works(
+    tasks: IntArray, event: IntArray, is_whole: NDArray[np.bool_], order: Sequence[int]
+) -> tuple[list[int], list[tuple[tuple[int, int], ...]]]:
+    """What runnable events consist of: the row of each, and the kinds and pieces of every row's tasks."""
+    kind, piece = tasks[:, :, 0], tasks[:, :, 1]
+    base = int(piece.max()) + 1
+    of_event = np.where(kind < 0, 0, 1 + kind * base + piece) @ (4 * base + 1) ** np.arange(tasks.shape[1])
+    codes = np.where(is_whole, of_event[event], 0)[order]
+    row = {code: number for number, code in enumerate(dict.fromkeys(codes.tolist()))}
+    example = dict(zip(of_event.tolist(), tasks.tolist(), strict=True))
+    works = [tuple((kind, piece) for kind, piece, _ in example.get(code, []) if kind >= 0) for code in row]
+    return [row[code] for code in codes.tolist()], works
 
 
 def _coefficients(work: Sequence[tuple[int, int]], shape: PipelineShape) -> Floats:
