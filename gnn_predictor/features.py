@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -289,23 +289,30 @@ class _NodeColumns:
     slot: int
 
 
-@functools.lru_cache(maxsize=2**14)
-def _node_columns(node: OpNode, device: DeviceSpec, group: AxisGroup | None) -> _NodeColumns:
-    seconds = roofline_s(node, device, group)
-    return _NodeColumns(
-        features=np.array(node_features(node, device, group, seconds), dtype=np.float32),
-        format_features=np.array(format_features(node, device), dtype=np.float32),
-        formats=(_FORMAT_INDEX[node.input_dtype], _FORMAT_INDEX[node.output_dtype]),
-        roofline_s=seconds,
-        neutral_roofline_s=roofline_s(in_16_bits(node, device), device, group),
-        slot=_slot(node),
-    )
+@functools.lru_cache(maxsize=16)
+def _columns_on(device: DeviceSpec) -> Callable[[OpNode, AxisGroup | None], _NodeColumns]:
+    """The columns of nodes on one device; ``group``: the ranks that a message is between."""
+
+    @functools.lru_cache(maxsize=2**13)
+    def node_columns(node: OpNode, group: AxisGroup | None) -> _NodeColumns:
+        seconds = roofline_s(node, device, group)
+        return _NodeColumns(
+            features=np.array(node_features(node, device, group, seconds), dtype=np.float32),
+            format_features=np.array(format_features(node, device), dtype=np.float32),
+            formats=(_FORMAT_INDEX[node.input_dtype], _FORMAT_INDEX[node.output_dtype]),
+            roofline_s=seconds,
+            neutral_roofline_s=roofline_s(in_16_bits(node, device), device, group),
+            slot=_slot(node),
+        )
+
+    return node_columns
 
 
 def featurize(job: TrainingJob, graph: TrainingGraph, layout: RankLayout) -> GraphArrays:
     """A resolved job and its graph as the network's input."""
     device = job.cluster.gpu
-    columns = [_node_columns(node, device, layout.groups.get(node.axis) if node.axis else None) for node in graph.nodes]
+    of_node = _columns_on(device)
+    columns = [of_node(node, layout.groups.get(node.axis) if node.axis else None) for node in graph.nodes]
     rooflines = [column.roofline_s for column in columns]
     classes, stage_class = _distinct_rows(graph.repeats)
     entry_class, entry_node = np.nonzero(classes)

@@ -204,8 +204,8 @@ def predict_in_detail(
     """As :func:`predict` of one job, with what the prediction was added up from."""
     loaded = _loaded(checkpoint)
     traced = _trace(job, loaded.config.memory, force)
-    (estimate,) = _estimates([traced], loaded)
-    return _prediction(traced, estimate, loaded), estimate.detail
+    (estimate,), (distance,) = _estimates([traced], loaded), _distances([traced], loaded)
+    return _prediction(traced, estimate, distance, loaded), estimate.detail
 
 
 def predict_each(
@@ -231,8 +231,9 @@ def _predict_traced(traced: Sequence[_TracedJob], checkpoint: Checkpoint) -> lis
     predictions: list[Prediction] = []
     for start in range(0, len(traced), _JOBS_AT_ONCE):
         together = traced[start : start + _JOBS_AT_ONCE]
-        for each, estimate in zip(together, _estimates(together, checkpoint), strict=True):
-            predictions.append(_prediction(each, estimate, checkpoint))
+        estimates, distances = _estimates(together, checkpoint), _distances(together, checkpoint)
+        for each, estimate, distance in zip(together, estimates, distances, strict=True):
+            predictions.append(_prediction(each, estimate, distance, checkpoint))
     return predictions
 
 
@@ -337,12 +338,13 @@ def job_times(jobs: Sequence[TrainingJob], graphs: Sequence[GraphArrays], checkp
     return [JobTimes.of(index, batch, times, table) for index in range(len(jobs))]
 
 
-def _prediction(traced: _TracedJob, estimate: _Estimate, checkpoint: Checkpoint) -> Prediction:
+def _prediction(
+    traced: _TracedJob, estimate: _Estimate, distance: float | None, checkpoint: Checkpoint
+) -> Prediction:
     times, iteration_s = estimate.detail.times, estimate.iteration_time_s
     outside_reasons = outside(traced.job, checkpoint.config.domain)
     calibration = effect_of(checkpoint.config.adapter, traced.job)
     spread = times.spread * calibration.width_factor
-    distance = _distance(traced, checkpoint)
     low, high = checkpoint.config.interval.bounds(iteration_s, spread, not outside_reasons, distance)
     if not all(map(math.isfinite, (iteration_s, low, high))):
         where = f"checkpoint {checkpoint.path or checkpoint.config.name}"
@@ -377,11 +379,13 @@ def _prediction(traced: _TracedJob, estimate: _Estimate, checkpoint: Checkpoint)
     )
 
 
-def _distance(traced: _TracedJob, checkpoint: Checkpoint) -> float | None:
+def _distances(traced: Sequence[_TracedJob], checkpoint: Checkpoint) -> list[float] | list[None]:
+    """How far the jobs are from what the checkpoint was trained on, where it knows that."""
     if checkpoint.points is None:
-        return None
-    names = checkpoint.config.domain.precisions
-    return float(checkpoint.points.distances([traced.arrays], [traced.job.precision.label], names)[0])
+        return [None] * len(traced)
+    labels, names = [each.job.precision.label for each in traced], checkpoint.config.domain.precisions
+    found: list[float] = checkpoint.points.distances([each.arrays for each in traced], labels, names).tolist()
+    return found
 
 
 def _gemm_peak(device: DeviceSpec, policy: PrecisionPolicy) -> float:

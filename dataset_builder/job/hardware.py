@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
+from collections.abc import Mapping
 from importlib import resources
 from typing import Annotated, Any, Literal, cast
 
@@ -65,8 +66,11 @@ class DeviceSpec(Frozen):
 
     def peak(self, fmt: str) -> float:
         """Dense matrix peak in FLOP/s of ``fmt``; a format without hardware falls back to what would emulate it."""
-        candidates = (fmt, *_EMULATED_BY.get(fmt, ()), "fp32")
-        return next(peak for name in candidates if (peak := self.peak_flops_per_s.get(cast(PeakFormat, name))))
+        peaks = cast(Mapping[str, float], self.peak_flops_per_s)
+        for name in (fmt, *_EMULATED_BY.get(fmt, ())):
+            if name in peaks:
+                return peaks[name]
+        return peaks["fp32"]
 
 
 class LinkSpec(Frozen):

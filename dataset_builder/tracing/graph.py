@@ -8,7 +8,7 @@ A job's graph holds each distinct block once (embedding, every kind of layer, he
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,9 +54,13 @@ class OpNode:
     message_bytes: float
     launches: float
 
+    def __hash__(self) -> int:
+        return hash((self.module, self.op, self.phase, self.shape, self.group_size))  # nearly all nodes differ in these
 
-@dataclass(frozen=True, slots=True)
-class Edge:
+
+class Edge(NamedTuple):
+    """From one node to another, by index."""
+
     source: int
     target: int
     kind: EdgeKind
