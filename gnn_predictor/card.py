@@ -102,8 +102,14 @@ def memory_sentence(memory: Mapping[str, Any] | None) -> str:
         f"{_percent(memory['median_ape_percent'])} median"
     )
     if large["count"]:
-        low = f"{large['more_than_15_percent_low']} of them more than 15% low"
+        low = f"{large['more_than_15_percent_low'] or 'none'} of them more than 15% low"
         sentence += f"; of the {large['count']:,} above 20 GB: {_percent(large['mape_percent'])} MAPE, {low}"
+    doubted = memory.get("doubted", {"count": 0})
+    if doubted["count"]:
+        sentence += (
+            f". Apart from these, {doubted['count']} peak{'s' * (doubted['count'] > 1)} above what the same source "
+            f"measured with a larger micro batch: {_percent(doubted['mape_percent'])} MAPE"
+        )
     return sentence + "."
 
 

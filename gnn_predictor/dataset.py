@@ -28,6 +28,7 @@ from gnn_predictor.features import (
     GraphArrays,
     format_features,
     hardware_features,
+    in_16_bits,
     node_features,
     operator_software_features,
 )
@@ -234,7 +235,8 @@ def operator_examples(
             places[key] = len(places)
             hardware.append(hardware_features(op.device, None, None, 1))
         place.append(places[key])
-        rows.append(np.asarray(node_features(op.node, op.device, op.group, seconds), dtype=np.float32))
+        neutral = in_16_bits(op.node, op.device)
+        rows.append(np.asarray(node_features(op.node, neutral, op.device, op.group, seconds), dtype=np.float32))
         properties.append(format_features(op.node, op.device))
         formats.append([FORMATS.index(op.node.input_dtype), FORMATS.index(op.node.output_dtype)])
         rooflines.append(seconds)

@@ -115,12 +115,17 @@ def _format_properties(name: str, device: DeviceSpec) -> list[float]:
     ]  # fmt: skip
 
 
-def node_features(node: OpNode, device: DeviceSpec, group: AxisGroup | None, roofline: float) -> list[float]:
-    """One node's features: first what is the same in every format, then what its formats make of it."""
-    shared = [*_identity(node), *_tiles(node, device), *_group_features(group)]
-    neutral = in_16_bits(node, device)
+def node_features(
+    node: OpNode, neutral: OpNode, device: DeviceSpec, group: AxisGroup | None, roofline: float
+) -> list[float]:
+    """One node's features: first what is the same in every format, then what its formats make of it.
+
+    ``neutral``: the node as :func:`in_16_bits` gives it.
+    """
     return [
-        *shared,
+        *_identity(node),
+        *_tiles(node, device),
+        *_group_features(group),
         *_work_features(neutral, device, roofline_s(neutral, device, group)),
         *(float(name in node.op) for name in _RECIPES),
         *_work_features(node, device, roofline),
@@ -295,13 +300,13 @@ def _columns_on(device: DeviceSpec) -> Callable[[OpNode, AxisGroup | None], _Nod
 
     @functools.lru_cache(maxsize=2**13)
     def node_columns(node: OpNode, group: AxisGroup | None) -> _NodeColumns:
-        seconds = roofline_s(node, device, group)
+        neutral, seconds = in_16_bits(node, device), roofline_s(node, device, group)
         return _NodeColumns(
-            features=np.array(node_features(node, device, group, seconds), dtype=np.float32),
+            features=np.array(node_features(node, neutral, device, group, seconds), dtype=np.float32),
             format_features=np.array(format_features(node, device), dtype=np.float32),
             formats=(_FORMAT_INDEX[node.input_dtype], _FORMAT_INDEX[node.output_dtype]),
             roofline_s=seconds,
-            neutral_roofline_s=roofline_s(in_16_bits(node, device), device, group),
+            neutral_roofline_s=roofline_s(neutral, device, group),
             slot=_slot(node),
         )
 

@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 
 from dataset_builder.corpus.measurements import MemoryMeter, RunMeasurement, read_runs, shipped_table
 from dataset_builder.corpus.splits import fold_of
+from dataset_builder.corpus.trust import peak_doubts
 from dataset_builder.job.errors import JobError
 from dataset_builder.tracing.layout import resolved_layout
 from dataset_builder.tracing.trace import GraphBuilder
@@ -72,6 +73,7 @@ class MemoryExample:
     measured_bytes: float
     source_id: str
     job_group: str
+    doubt: str = ""  # why it is not learnt from
 
     @property
     def counted(self) -> StageTerms:
@@ -88,23 +90,36 @@ class MemoryExample:
 def memory_examples(runs: Sequence[RunMeasurement]) -> list[MemoryExample]:
     """The runs that have a job and a measured peak."""
     examples = []
-    for run in runs:
-        if run.job is None or not run.peak_mem_gb:
-            continue
+    measured = [run for run in runs if run.job is not None and run.peak_mem_gb]
+    for run, doubt in zip(measured, peak_doubts([_but_for_micro_batch(run) for run in measured]), strict=True):
+        assert run.job is not None
+        assert run.peak_mem_gb is not None
         job = run.job.resolved()
         try:
             layout = resolved_layout(job)
         except JobError:
             continue
         terms = peak_terms(GraphBuilder.of(job, layout).facts, job, layout)
-        examples.append(MemoryExample(terms, run.memory_meter, run.peak_mem_gb * 1e9, run.source_id, run.job_group))
+        peak = run.peak_mem_gb * 1e9
+        examples.append(MemoryExample(terms, run.memory_meter, peak, run.source_id, run.job_group, doubt))
     return examples
 
 
+def _but_for_micro_batch(run: RunMeasurement) -> tuple[tuple[str, MemoryMeter, str], int, float]:
+    """Source, meter and job of a run without its micro batch; this, and the measured GB."""
+    assert run.job is not None
+    assert run.peak_mem_gb is not None
+    batch = run.job.batch.model_copy(update={"micro_batch_size": 1})
+    job = run.job.model_copy(update={"name": None, "batch": batch})
+    key = (run.source_id, run.memory_meter, job.model_dump_json())
+    return key, run.job.batch.micro_batch_size, run.peak_mem_gb
+
+
 def fit_memory(examples: Sequence[MemoryExample]) -> MemoryFit:
-    """The fit of these examples, without an interval; a meter with too few runs keeps the plain count."""
-    inside = [example for example in examples if example.meter != "device"]
-    outside = [example for example in examples if example.meter == "device"]
+    """The fit of those that nobody doubts, without an interval; a meter with too few runs keeps the plain count."""
+    trusted = [example for example in examples if not example.doubt]
+    inside = [example for example in trusted if example.meter != "device"]
+    outside = [example for example in trusted if example.meter == "device"]
     fit = COUNTED
     if len(inside) >= _LEAST_RUNS:
         fit = _allocator_fit(inside)
@@ -179,6 +194,7 @@ def held_out_peaks(examples: Sequence[MemoryExample], folds: int = FOLDS) -> pd.
     table = pd.DataFrame(
         {
             "source_id": [example.source_id for example in examples],
+            "doubt": [example.doubt for example in examples],
             "fold": fold,
             "measured": [example.measured_bytes for example in examples],
             "predicted": predicted,
@@ -211,12 +227,17 @@ def learn_memory(runs: Sequence[RunMeasurement]) -> tuple[MemoryFit, dict[str, A
 
 def _in_question(held_out: pd.DataFrame) -> pd.DataFrame:
     """The peaks that an interval is calibrated on: those that are large, where there are enough of them."""
+    held_out = held_out[held_out["doubt"] == ""]
     large = held_out[held_out["predicted"] > INTERVAL_FROM_BYTES]
     return large if len(large) >= _LEAST_FOR_INTERVAL else held_out
 
 
 def memory_figures(held_out: pd.DataFrame) -> dict[str, Any]:
-    """Errors of held-out peaks, of the plain count on the same rows, and how low the worst large job comes out."""
+    """Errors of held-out peaks, of the plain count on the same rows, and how low the worst large job comes out.
+
+    Peaks in doubt have a line of their own.
+    """
+    doubted, held_out = held_out[held_out["doubt"] != ""], held_out[held_out["doubt"] == ""]
     large = held_out[held_out["measured"] > LARGE_JOB_BYTES]
     return {
         **error_figures(held_out["measured"], held_out["predicted"]),
@@ -231,6 +252,7 @@ def memory_figures(held_out: pd.DataFrame) -> dict[str, Any]:
             for source, rows in held_out.groupby("source_id")
         },
         "counted": error_figures(held_out["measured"], held_out["counted"]),
+        "doubted": error_figures(doubted["measured"], doubted["predicted"]),
     }
 
 

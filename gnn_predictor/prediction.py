@@ -338,9 +338,7 @@ def job_times(jobs: Sequence[TrainingJob], graphs: Sequence[GraphArrays], checkp
     return [JobTimes.of(index, batch, times, table) for index in range(len(jobs))]
 
 
-def _prediction(
-    traced: _TracedJob, estimate: _Estimate, distance: float | None, checkpoint: Checkpoint
-) -> Prediction:
+def _prediction(traced: _TracedJob, estimate: _Estimate, distance: float | None, checkpoint: Checkpoint) -> Prediction:
     times, iteration_s = estimate.detail.times, estimate.iteration_time_s
     outside_reasons = outside(traced.job, checkpoint.config.domain)
     calibration = effect_of(checkpoint.config.adapter, traced.job)

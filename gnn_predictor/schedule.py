@@ -104,6 +104,7 @@ class _Events:
     is_remote: list[bool]  # whether another rank runs the feeder
     work: list[int]  # row of ``coefficients``
     coefficients: Floats  # [distinct works, len(TIMES) * num_stages]: an event's seconds as a sum of stage times
+    num_ranks: int
 
 
 def stage_seconds(forward_s: Sequence[float], backward_s: Sequence[float], **parts: Sequence[float]) -> Floats:
@@ -135,10 +136,12 @@ def _whole_rounds(shape: PipelineShape, m: int, stage_s: Floats, hop_s: float) -
     """Of ``m`` microbatches; many are as a few of the same remainder and so many steady windows more."""
     steady, window = _STEADY_ROUNDS * shape.num_ranks, _WINDOW_ROUNDS * shape.num_ranks
     low = m if m < steady else steady + (m - steady) % window
-    first = _one_step(_of_count(shape, low), stage_s, hop_s)
+    few, more = _of_count(shape, low), _of_count(shape, low + window)
     if low == m:
-        return first
-    return _on_line(first, _one_step(_of_count(shape, low + window), stage_s, hop_s), (m - low) / window)
+        return _one_step(few, stage_s, hop_s)[0]
+    second, end = _one_step(more, stage_s, hop_s)
+    first, _ = _one_step(few, stage_s, hop_s, end[: _num_shared(few, more)])
+    return _on_line(first, second, (m - low) / window)
 
 
 def _of_count(shape: PipelineShape, num_microbatches: int) -> PipelineShape:
@@ -160,23 +163,38 @@ def _as_run(shape: PipelineShape) -> PipelineShape:
     return shape
 
 
-def _one_step(shape: PipelineShape, stage_s: Floats, hop_s: float) -> Makespan:
+def _one_step(
+    shape: PipelineShape, stage_s: Floats, hop_s: float, begun: Sequence[float] = ()
+) -> tuple[Makespan, list[float]]:
+    """A step, and when what stands at every place ends; ``begun``: those that are known of the first places."""
     if shape.schedule in _ROLLING:
-        return _period(shape, stage_s, hop_s)[0]
+        return _period(shape, stage_s, hop_s)[0], []
     events = _events(shape)
-    end = _ends(events, stage_s, hop_s, [0.0] * shape.num_ranks)
+    end = _ends(events, stage_s, hop_s, begun or [0.0] * shape.num_ranks)
     seconds = max(end)
     _, counts, hops = _path_to(end.index(seconds), events, end, hop_s)
-    return Makespan(seconds, _by_stage(counts, events), float(hops))
+    return Makespan(seconds, _by_stage(counts, events), float(hops)), end
 
 
-def _ends(events: _Events, stage_s: Floats, hop_s: float, free: Sequence[float]) -> list[float]:
-    """When what stands at every place ends if all events run as early as they can; rank r is free from ``free[r]``."""
+@functools.lru_cache(maxsize=512)
+def _num_shared(few: PipelineShape, more: PipelineShape) -> int:
+    """First places at which two steps have the same events, so that these end at the same time."""
+    if few.schedule in _ROLLING:
+        return 0
+    rows = (zip(e.previous, e.feeder, e.is_remote, e.work, strict=True) for e in (_events(few), _events(more)))
+    differ = (number for number, (one, other) in enumerate(zip(*rows, strict=False)) if one != other)
+    return few.num_ranks + next(differ, len(_events(few).work))
+
+
+def _ends(events: _Events, stage_s: Floats, hop_s: float, begun: Sequence[float]) -> list[float]:
+    """When what stands at every place ends if all events run as early as they can.
+
+    ``begun``: that of the first places, at least when every rank is free to begin.
+    """
     seconds = (events.coefficients @ stage_s.ravel()).tolist()
-    end = list(free)
-    for previous, feeder, is_remote, work in zip(
-        events.previous, events.feeder, events.is_remote, events.work, strict=True
-    ):
+    end, skip = list(begun), len(begun) - events.num_ranks
+    columns = (events.previous, events.feeder, events.is_remote, events.work)
+    for previous, feeder, is_remote, work in zip(*(column[skip:] for column in columns), strict=True):
         start, ready = end[previous], end[feeder]
         if is_remote:
             ready += hop_s
@@ -186,10 +204,9 @@ def _ends(events: _Events, stage_s: Floats, hop_s: float, free: Sequence[float])
 
 def _path_to(place: int, events: _Events, end: Sequence[float], hop_s: float) -> tuple[int, Floats, int]:
     """Back along the longest path: the rank it starts on, how often it runs each work, and its hops."""
-    num_ranks, hops = len(end) - len(events.rank), 0
-    works = []
-    while place >= num_ranks:
-        event = place - num_ranks
+    works, hops = [], 0
+    while place >= events.num_ranks:
+        event = place - events.num_ranks
         works.append(events.work[event])
         _, waits = _start(place, events, end, hop_s)
         hops += waits and events.is_remote[event]
@@ -199,7 +216,7 @@ def _path_to(place: int, events: _Events, end: Sequence[float], hop_s: float) ->
 
 def _start(place: int, events: _Events, end: Sequence[float], hop_s: float) -> tuple[float, bool]:
     """When an event starts, and whether it waits until then for what another event puts out."""
-    event = place - (len(end) - len(events.rank))
+    event = place - events.num_ranks
     free, ready = end[events.previous[event]], end[events.feeder[event]]
     ready += hop_s if events.is_remote[event] else 0.0
     return max(free, ready), ready > free
@@ -336,6 +353,7 @@ def _events(shape: PipelineShape) -> _Events:
         is_remote=(is_fed & (np.concatenate([np.arange(p), rank[order]])[feeder] != rank))[order].tolist(),
         work=work,
         coefficients=np.stack([_coefficients(each, shape) for each in works]),
+        num_ranks=p,
     )
 
 

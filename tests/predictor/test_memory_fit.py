@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dataset_builder.corpus.measurements import MemoryMeter, read_runs, read_table, shipped_table
+from dataset_builder.corpus.trust import peak_doubts
 from gnn_predictor.checkpoint import load_checkpoint
 from gnn_predictor.memory import COUNTED, MemoryFit, StageTerms
-from gnn_predictor.memory_fit import MemoryExample, fit_memory, held_out_peaks, interval_bounds, main, memory_figures
+from gnn_predictor.memory_fit import (
+    MemoryExample,
+    fit_memory,
+    held_out_peaks,
+    interval_bounds,
+    main,
+    memory_examples,
+    memory_figures,
+)
 
 _TRUE = MemoryFit(
     activations=0.9,
@@ -90,3 +100,17 @@ def test_a_checkpoint_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 def test_sources_say_what_they_measured() -> None:
     runs = {run.source_id: run.memory_meter for run in read_runs(shipped_table("runs.parquet")) if run.peak_mem_gb}
     assert runs == {"megatron-golden": "last_rank", "bigscience": "device"}
+
+
+def test_a_peak_above_that_of_a_larger_micro_batch_is_doubted_and_still_evaluated() -> None:
+    assert peak_doubts([("a", 2, 65.0), ("a", 4, 56.0), ("b", 2, 45.0), ("b", 4, 56.0), ("a", 1, 40.0)]) == [
+        "the same run with a larger micro batch needs less: 56 GB", "", "", "", "",
+    ]  # fmt: skip
+    table = held_out_peaks([replace(each, doubt="odd" * (number < 3)) for number, each in enumerate(_examples(200))])
+    figures = memory_figures(table)
+    assert (figures["count"], figures["doubted"]["count"]) == (197, 3)
+
+
+def test_one_peak_of_the_shipped_table_contradicts_its_own_source() -> None:
+    doubted = [each for each in memory_examples(read_runs(shipped_table("runs.parquet"))) if each.doubt]
+    assert [(each.source_id, each.measured_bytes) for each in doubted] == [("bigscience", 65e9)]
