@@ -192,3 +192,43 @@ def test_c27_schedules_gain_what_was_measured_and_converge(released: Checkpoint)
     assert few["zero_bubble_2p"] == pytest.approx(67 / 55, rel=0.10)
     assert few["zero_bubble_v"] == pytest.approx(64 / 55, rel=0.10)
     assert all(gain == pytest.approx(1.0, abs=0.05) for gain in many.values())
+
+
+def test_resharding_trades_memory_for_messages_and_prefetch_never_costs(released: Checkpoint) -> None:
+    """Weights kept through the step (ZeRO-2), gathered anew from a node (HSDP), and from all ranks (ZeRO-3)."""
+    plans = ({"sharding": "zero2"}, {"sharding": "hsdp", "shard_size": 8}, {"sharding": "zero3"})
+    kept, of_a_node, spread = (
+        predict(job({"preset": "llama3-8b"}, plan), checkpoint=released, force=True) for plan in plans
+    )
+    peaks = [each.stages[0].peak_memory_bytes for each in (kept, of_a_node, spread)]
+    assert peaks == sorted(peaks, reverse=True)
+    data = [each.breakdown.exposed_communication["data"] for each in (kept, of_a_node, spread)]
+    assert data[0] < min(data[1:])
+    without = predict(
+        job({"preset": "llama3-8b"}, {**plans[2], "overlap": {"param_gather": False}}), checkpoint=released, force=True
+    )
+    assert spread.iteration_time_s <= without.iteration_time_s
+    assert without.stages[0].peak_memory_bytes == peaks[2]
+
+
+@pytest.mark.parametrize("axis", ["tensor", "data", "pipeline", "expert"])
+def test_a_slower_tier_is_never_faster(axis: str, released: Checkpoint) -> None:
+    plans = {
+        "tensor": {"tensor": 8},
+        "data": {"sharding": "zero3"},
+        "pipeline": {"pipeline": 16},
+        "expert": {"expert": 8},
+    }
+    preset = "mixtral-8x7b" if axis == "expert" else "llama3-8b"
+
+    def seconds(slower: float) -> float:
+        def tier(gigabytes: float) -> dict[str, float]:
+            return {"bytes_per_s_per_gpu": gigabytes * 1e9 / slower, "latency_s": 5e-6}
+
+        cluster = {"gpu": "H100-SXM5-80GB", "num_nodes": 2, "gpus_per_node": 8, "intra_node": tier(450),
+                   "inter_node": tier(50)}  # fmt: skip
+        given = job({"preset": preset}, plans[axis], cluster=cluster)
+        return predict(given, checkpoint=released, force=True).iteration_time_s
+
+    fast, slow, slowest = (seconds(slower) for slower in (1.0, 4.0, 16.0))
+    assert fast <= slow <= slowest
