@@ -1,7 +1,8 @@
 """What to say of a job's memory: whether it fits, the arithmetic of every stage, and the nearest change that would.
 
-In: a resolved job with the memory of its stages. Out: sentences. The change is looked for in a fixed order of what it
-usually costs in time (:data:`CHANGES`): first alone, then two together.
+In: a job with the memory of its stages, best as it was given, so that what defaults to other values follows a change.
+Out: sentences. The change is looked for in a fixed order of what it usually costs in time (:data:`CHANGES`): first
+alone, then two, then three together.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataset_builder.tracing.trace import GraphBuilder
 from gnn_predictor.memory import MemoryFit, StageMemory, peak_memory
 
 Verdict = Literal["fits", "may not fit", "does not fit"]
+_MOST_CHANGES = 3
 Change = Callable[[TrainingJob], Mapping[str, Any] | None]
 """The settings (key path and value) of one change of a resolved job; ``None`` where it changes nothing."""
 
@@ -66,7 +68,7 @@ def stage_arithmetic(index: int, stage: StageMemory, gpu: DeviceSpec) -> str:
 
 
 def nearest_fitting(job: TrainingJob, fit: MemoryFit) -> tuple[dict[str, Any], StageMemory] | None:
-    """The settings of the first change, or pair of changes, with which a job fits, and its fullest stage then."""
+    """The settings of the first of these changes with which a job fits, as few as it takes, and its fullest stage then."""
     for settings in _settings(job):
         memory = _memory_with(job, settings, fit)
         if memory is not None and memory.total <= job.cluster.gpu.hbm_bytes:
@@ -77,19 +79,23 @@ def nearest_fitting(job: TrainingJob, fit: MemoryFit) -> tuple[dict[str, Any], S
 def _advice(job: TrainingJob, fit: MemoryFit) -> str:
     found = nearest_fitting(job, fit)
     if found is None:
-        return "memory: no change of sharding, recompute, micro batch, tensor, pipeline or nodes fits, nor two together"
+        return (
+            "memory: no change of sharding, recompute, micro batch, tensor, pipeline or nodes fits, nor three together"
+        )
     settings, stage = found
     options = " ".join(f"--set {key}={value}" for key, value in settings.items())
     return f"memory: {options} would fit: {_gigabytes(stage.total)} on the fullest stage ({_parts(stage)})"
 
 
 def _settings(job: TrainingJob) -> Iterator[dict[str, Any]]:
-    """What to try, in order: every change, then every two of them that change different things."""
-    changes = [dict(settings) for change in CHANGES if (settings := change(job)) is not None]
-    yield from changes
-    for first, second in itertools.combinations(changes, 2):
-        if not set(first) & set(second):
-            yield {**first, **second}
+    """What to try, in order: every change, then every two and every three of them that change different things."""
+    resolved = job.resolved()
+    changes = [dict(settings) for change in CHANGES if (settings := change(resolved)) is not None]
+    for count in range(1, _MOST_CHANGES + 1):
+        for chosen in itertools.combinations(changes, count):
+            together = {key: value for settings in chosen for key, value in settings.items()}
+            if len(together) == count:
+                yield together
 
 
 def _memory_with(job: TrainingJob, settings: Mapping[str, Any], fit: MemoryFit) -> StageMemory | None:
@@ -103,7 +109,7 @@ def _memory_with(job: TrainingJob, settings: Mapping[str, Any], fit: MemoryFit) 
 
 
 def _changed(job: TrainingJob, settings: Mapping[str, Any]) -> TrainingJob:
-    """A resolved job with some of its fields set anew; the data-parallel size follows from the rest."""
+    """A job with some of its fields set anew; the data-parallel size follows from the rest."""
     parts: dict[str, dict[str, Any]] = {"parallel": {"data": None}}
     for path, value in settings.items():
         part, field = path.split(".")
@@ -146,13 +152,13 @@ def _half_micro_batch(job: TrainingJob) -> Mapping[str, Any] | None:
     return {"batch.micro_batch_size": size // 2} if size > 1 and size % 2 == 0 else None
 
 
-def _more_nodes(job: TrainingJob) -> Mapping[str, Any]:
-    return {"cluster.num_nodes": 2 * job.cluster.num_nodes}
+def _more_nodes(times: int) -> Change:
+    return lambda job: {"cluster.num_nodes": times * job.cluster.num_nodes}
 
 
 CHANGES: tuple[Change, ...] = (
     _sharded("zero1"), _recomputed("selective"), _half_micro_batch, _sharded("zero2"), _recomputed("full"),
-    _doubled("tensor"), _doubled("pipeline"), _sharded("zero3"), _more_nodes,
+    _doubled("tensor"), _doubled("pipeline"), _sharded("zero3"), _more_nodes(2), _more_nodes(4), _more_nodes(8),
 )  # fmt: skip
 """What may be changed, from what usually costs least time to what costs most."""
 

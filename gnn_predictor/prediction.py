@@ -255,11 +255,11 @@ class _TracedJob:
 
 
 def _trace(job: TrainingJob, fit: MemoryFit, force: bool) -> _TracedJob:
-    job = job.resolved()
+    given, job = job, job.resolved()
     layout = resolved_layout(job)
     graph = GraphBuilder.of(job, layout).build()
     memory = peak_memory(graph.stages, job, layout, fit)
-    formats, short = unsupported_formats(job), shortages(memory, job, fit)
+    formats, short = unsupported_formats(job), shortages(memory, given, fit)
     if (formats or short) and not force:
         raise CannotRunError([*formats, *short, "--force predicts anyway"], source=job.name or "job")
     warnings = (*formats, *short, *doubts(memory, job, fit), *_hints(job), *job.assumed)

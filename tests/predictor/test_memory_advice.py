@@ -88,3 +88,13 @@ def test_a_close_fit_is_a_doubt_and_a_loose_one_is_none(job_of: JobOf) -> None:
     assert doubt.startswith("memory: may not fit")
     assert doubts(_memory(job), _on_device_of(job, needed * 2), COUNTED) == []
     assert doubts(_memory(job), _on_device_of(job, needed / 2), COUNTED) == []  # a shortage, said elsewhere
+
+
+def test_what_is_advised_of_a_job_as_it_was_given_is_what_its_new_defaults_need(job_of: JobOf) -> None:
+    """Fully sharded, weights are gathered in 16 bits unless the job says otherwise: the advice counts on it."""
+    base: dict[str, Any] = {"parallel": {"sharding": "none"}, "software": {"framework": "pytorch"}}
+    given = job_of(**base)
+    fully = job_of(**{**base, "parallel": {"sharding": "zero3", "recompute": "full"}})
+    found = nearest_fitting(_on_device_of(given, _need(fully) * 1.001), COUNTED)
+    assert found is not None
+    assert found[1].total <= _need(fully) * 1.001
