@@ -68,7 +68,7 @@ def stage_arithmetic(index: int, stage: StageMemory, gpu: DeviceSpec) -> str:
 
 
 def nearest_fitting(job: TrainingJob, fit: MemoryFit) -> tuple[dict[str, Any], StageMemory] | None:
-    """The settings of the first of these changes with which a job fits, as few as it takes, and its fullest stage then."""
+    """The settings of the fewest changes with which a job fits, the cheapest first, and its fullest stage then."""
     for settings in _settings(job):
         memory = _memory_with(job, settings, fit)
         if memory is not None and memory.total <= job.cluster.gpu.hbm_bytes:
@@ -80,10 +80,11 @@ def _advice(job: TrainingJob, fit: MemoryFit) -> str:
     found = nearest_fitting(job, fit)
     if found is None:
         return (
-            "memory: no change of sharding, recompute, micro batch, tensor, pipeline or nodes fits, nor three together"
+            "memory: no change of sharding, recompute, micro batch, tensor, pipeline or nodes fits, nor three of them"
         )
     settings, stage = found
-    options = " ".join(f"--set {key}={value}" for key, value in settings.items())
+    derived = {} if job.parallel.data is None else {"parallel.data": "null"}
+    options = " ".join(f"--set {key}={value}" for key, value in (settings | derived).items())
     return f"memory: {options} would fit: {_gigabytes(stage.total)} on the fullest stage ({_parts(stage)})"
 
 

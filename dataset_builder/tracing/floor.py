@@ -133,13 +133,13 @@ def _memory(graph: TrainingGraph, executions: NDArray[np.float64], device: Devic
 def _network(
     graph: TrainingGraph, executions: NDArray[np.float64], layout: RankLayout, cluster: ClusterSpec
 ) -> tuple[float, str]:
-    received: dict[LinkSpec, NDArray[np.float64]] = {}  # bytes of every stage by tier
+    received: dict[LinkSpec, NDArray[np.float64]] = defaultdict(lambda: np.zeros(len(executions)))  # by tier and stage
     for index, node in enumerate(graph.nodes):
         group = layout.groups.get(node.axis) if node.axis else None
         if node.kind not in COLLECTIVES or node.phase == "recompute" or group is None or node.group_size <= 1:
             continue
         needed = node.message_bytes * _received_share(node, group, cluster)
-        received[group.link] = received.get(group.link, np.zeros(len(executions))) + executions[:, index] * needed
+        received[group.link] += executions[:, index] * needed
     if not received:
         return 0.0, "no messages"
     link = max(received, key=lambda tier: float(received[tier].max()) / tier.bytes_per_s_per_gpu)
