@@ -1,6 +1,6 @@
-"""The figures of a checkpoint as text: its model card, and the block of the README between two marks.
+"""The figures of a checkpoint as text: its model card, and blocks of figures in the README and the documentation.
 
-``python -m gnn_predictor.card README.md`` writes the released checkpoint's figures into the file.
+``python -m gnn_predictor.card README.md docs/accuracy.md`` writes the released checkpoint's figures into the files.
 """
 
 from __future__ import annotations
@@ -11,18 +11,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataset_builder.command_line import CommandParser
+from gnn_predictor.run_classes import GPU_COUNTS, MODEL_SIZES
 
 if TYPE_CHECKING:
     from gnn_predictor.checkpoint import Checkpoint
 
-BEGIN, END = "<!-- metrics -->", "<!-- /metrics -->"
-_PROTOCOLS = {
+PROTOCOLS = {
     "P1": "unseen jobs",
     "P2": "unseen precision",
     "P3": "unseen precision, its operators too",
     "P4": "unseen GPU",
     "P5": "unseen source",
 }
+
+_BREAKDOWNS: dict[str, tuple[str, Sequence[str]]] = {
+    "by_precision": ("precision", ()),
+    "by_gpu": ("GPU", ()),
+    "by_source": ("source", ()),
+    "by_architecture": ("architecture", ()),
+    "by_model_size": ("model size", MODEL_SIZES),
+    "by_gpu_count": ("number of GPUs", GPU_COUNTS),
+}
+_OPERATOR_HEAD = ("kind", "operators", "median error", "median error by input format")
 
 
 def model_card(checkpoint: Checkpoint) -> str:
@@ -59,13 +69,13 @@ Public measurements only; every row of the corpus names its source and licence.
 
 def figures(metrics: Mapping[str, Any]) -> str:
     """A Markdown table of held-out errors by protocol, beside the baselines on the same rows."""
-    protocols = {name: metrics[name] for name in _PROTOCOLS if name in metrics}
+    protocols = {name: metrics[name] for name in PROTOCOLS if name in metrics}
     if not protocols:
         return "This checkpoint has not been evaluated."
     baselines = sorted({name for each in protocols.values() for name in each["baselines"]})
     rows = [
         [
-            f"{name} {_PROTOCOLS[name]}",
+            f"{name} {PROTOCOLS[name]}",
             f"{each['count']:,}",
             _percent(each["mape_percent"]),
             _percent(each["median_ape_percent"]),
@@ -79,6 +89,60 @@ def figures(metrics: Mapping[str, Any]) -> str:
     head = ["held out", "runs", *averages, *(f"{name} MAPE" for name in baselines)]
     ranking = ranking_sentence(metrics.get("P1", {}).get("layout_ranking"))
     return _table(head, rows) + ranking + memory_sentence(metrics.get("memory"))
+
+
+def breakdowns(metrics: Mapping[str, Any]) -> str:
+    """Markdown tables of every protocol's MAPE by precision, GPU, source, architecture, size and number of GPUs."""
+    protocols = {name: metrics[name] for name in PROTOCOLS if name in metrics}
+    parts = [f"### By {title}\n\n{_breakdown(protocols, key, order)}" for key, (title, order) in _BREAKDOWNS.items()]
+    return "\n\n".join([noise_sentence(metrics.get("noise_floor")), *parts, _operators(metrics["operators"])])
+
+
+def noise_sentence(noise: Mapping[str, Any] | None) -> str:
+    """How far measurements are from each other; nothing where no job was measured twice."""
+    if not noise or not noise["count"]:
+        return ""
+    median, mean, p90 = (_percent(noise[f"{name}_percent"]) for name in ("median", "mean", "p90"))
+    return (
+        f"The noise floor: {noise['count']:,} runs are repeats of a job. Half of them are within {median} of the job's "
+        f"median, nine of ten within {p90}, and they are {mean} from it on average. No prediction can be better."
+    )
+
+
+def _breakdown(protocols: Mapping[str, Mapping[str, Any]], key: str, order: Sequence[str]) -> str:
+    """Runs, MAPE and median of P1 with B2 beside it, and the MAPE of the others; most runs first, or in ``order``."""
+    first = protocols["P1"]
+    names = [name for name in order if name in first[key]] or sorted(
+        first[key], key=lambda name: -int(first[key][name]["count"])
+    )
+    others = [name for name in protocols if name != "P1"]
+    rows = [
+        [
+            name,
+            f"{first[key][name]['count']:,}",
+            _percent(first[key][name]["mape_percent"]),
+            _percent(first[key][name]["median_ape_percent"]),
+            _percent(first["baselines"].get("b2", {}).get(key, {}).get(name, {}).get("mape_percent")),
+            *(_percent(protocols[other][key].get(name, {}).get("mape_percent")) for other in others),
+        ]
+        for name in names
+    ]
+    head = ["", "runs", "P1 MAPE", "P1 median", "B2 on P1", *(f"{name} MAPE" for name in others)]
+    return _table(head, rows)
+
+
+def _operators(operators: Mapping[str, Any]) -> str:
+    """Held-out operators by kind, and the formats of each."""
+    rows = [
+        [
+            kind,
+            f"{each['count']:,}",
+            _percent(each["median_ape_percent"]),
+            ", ".join(f"{fmt} {_percent(own['median_ape_percent'])}" for fmt, own in each["by_dtype"].items()),
+        ]
+        for kind, each in sorted(operators["by_kind"].items(), key=lambda item: -int(item[1]["count"]))
+    ]
+    return f"### Operators\n\nShapes that P1's networks never saw.\n\n{_table(_OPERATOR_HEAD, rows)}"
 
 
 def ranking_sentence(ranking: Mapping[str, Any] | None) -> str:
@@ -114,18 +178,26 @@ def memory_sentence(memory: Mapping[str, Any] | None) -> str:
 
 
 def with_figures(text: str, metrics: Mapping[str, Any]) -> str:
-    """``text`` with the block between the marks replaced; raises ValueError when it has no such block."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"no block between {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{figures(metrics)}\n{END}{after}"
+    """``text`` with its blocks of figures replaced; raises ValueError when it has none.
+
+    A block stands between ``<!-- name -->`` and ``<!-- /name -->``: ``metrics`` by protocol, ``breakdowns`` by what
+    distinguishes the runs.
+    """
+    blocks = {"metrics": figures, "breakdowns": breakdowns}
+    there = [name for name in blocks if f"<!-- {name} -->" in text and f"<!-- /{name} -->" in text]
+    if not there:
+        raise ValueError(f"no block between {' or '.join(f'<!-- {name} --> and <!-- /{name} -->' for name in blocks)}")
+    for name in there:
+        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{blocks[name](metrics)}\n{end}{rest.partition(end)[2]}"
+    return text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Rewrites the figures in the files named; returns the exit code."""
     parser = CommandParser("gnn_predictor.card", "Writes the released checkpoint's figures into files.", ["README.md"])
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.md", help=f"has a block from {BEGIN} to {END}")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.md", help="has a block of figures")
     options = parser.read(arguments)
     from gnn_predictor.checkpoint import load_checkpoint
 

@@ -59,6 +59,7 @@ from gnn_predictor.checkpoint import Checkpoint, CheckpointError, load_checkpoin
 from gnn_predictor.memory import metered_bytes
 from gnn_predictor.metrics import BASELINE_PREFIX, evaluation_metrics
 from gnn_predictor.prediction import Prediction, predict
+from gnn_predictor.run_classes import gpu_count, model_size
 
 COLUMNS = (
     "run_id", "iter_time_s", "predicted_iter_time_s", "predicted_low_s", "predicted_high_s", "peak_mem_gb",
@@ -249,7 +250,7 @@ def _answer(run: RunMeasurement, prediction: Prediction) -> dict[str, Any]:
 
 _FACTS = (
     "run_id", "source_id", "job_group", "job_key", "pair_group", "layout_group", "layout", "gpu", "precision",
-    "architecture", "iter_time_s", "peak_mem_gb",
+    "architecture", "model_size", "gpu_count", "iter_time_s", "peak_mem_gb",
 )  # fmt: skip
 
 
@@ -259,6 +260,7 @@ def _facts(run: RunMeasurement) -> dict[str, Any]:
     pair = f"{run.source_id}/{pair_group(run.job)}" if run.job else ""
     group, layout = layout_group(run.job) if run.job else ("", "")
     facts = {"gpu": run.gpu, "precision": run.precision, "architecture": run.architecture, "pair_group": pair,
+             "model_size": model_size(run.job) if run.job else "", "gpu_count": gpu_count(run.job) if run.job else "",
              "layout_group": group, "layout": layout}  # fmt: skip
     return {**_keys(run), **facts, "iter_time_s": run.iter_time_s, "peak_mem_gb": peak_mem_gb}
 

@@ -20,6 +20,7 @@ from gnn_predictor.baselines import analytic_features, blind_job, job_key, layou
 from gnn_predictor.dataset import OperatorExamples, RunExamples, operator_examples
 from gnn_predictor.features import GraphArrays, featurize
 from gnn_predictor.graph_store import GraphStore
+from gnn_predictor.run_classes import gpu_count, model_size
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,8 @@ def _labels(run: RunMeasurement, job: TrainingJob) -> dict[str, Any]:
     return {
         **{name: getattr(run, name) for name in names},
         "precision_label": job.precision.label,
+        "model_size": model_size(job),
+        "gpu_count": gpu_count(job),
         "pair_group": pair_group(job),
         "layout_group": group,
         "layout": layout,

@@ -19,8 +19,9 @@ from numpy.typing import ArrayLike, NDArray
 from gnn_predictor.ranking import ranking_figures
 
 SCHEMA_VERSION = 1
-BREAKDOWNS = ("precision", "gpu", "source_id", "architecture")
+BREAKDOWNS = ("precision", "gpu", "source_id", "architecture", "model_size", "gpu_count")
 BASELINE_PREFIX = "baseline_"  # columns ``baseline_<name>_s`` of the predictions table hold baselines' seconds
+_OF_THE_RUN = ("run_id", "job_group", "job_key", "iter_time_s")  # of a reference row; what is left tells the job
 SPEEDUP_TIE = 0.02  # measured speed-ups within 2% of 1 have no direction to get right: that is repeat noise
 
 Floats = NDArray[np.float64]
@@ -105,7 +106,7 @@ def speedup_figures(pairs: pd.DataFrame) -> dict[str, Any]:
 
 
 def time_figures(rows: pd.DataFrame, predicted: str = "predicted_iter_time_s") -> dict[str, Any]:
-    """Error figures of one column of predicted seconds, over all rows and by precision, GPU, source, architecture."""
+    """Error figures of one column of predicted seconds, over all rows and by each of ``BREAKDOWNS``."""
     figures: dict[str, Any] = _errors(rows, predicted)
     figures["macro_mape_by_source_percent"] = macro_mape(
         rows["iter_time_s"], rows[predicted], rows["source_id"].astype(str).tolist()
@@ -121,9 +122,9 @@ def time_figures(rows: pd.DataFrame, predicted: str = "predicted_iter_time_s") -
 def evaluation_metrics(predictions: pd.DataFrame) -> dict[str, Any]:
     """The content of ``metrics.json`` for a table of predictions.
 
-    ``predictions`` has the columns of ``predictions.csv`` and the facts of each row: ``source_id``, ``gpu``,
-    ``precision``, ``architecture``, ``pair_group``, ``layout_group`` and ``layout``; columns ``baseline_<name>_s`` hold
-    baselines, which are judged on the rows that the predictor answered. Memory is in GB of 1e9 bytes.
+    ``predictions`` has the columns of ``predictions.csv`` and the facts of each row: ``BREAKDOWNS``, ``pair_group``,
+    ``layout_group`` and ``layout``; columns ``baseline_<name>_s`` hold baselines, which are judged on the rows that the
+    predictor answered. Memory is in GB of 1e9 bytes.
     """
     answered = predictions[predictions["status"] == "ok"]
     measured = answered[answered["iter_time_s"] > 0]
@@ -163,6 +164,28 @@ def operator_figures(operators: pd.DataFrame) -> dict[str, Any]:
 def _operators_by(operators: pd.DataFrame, column: str) -> dict[str, dict[str, Any]]:
     return {
         str(name): error_figures(part["latency_s"], part["predicted_s"]) for name, part in operators.groupby(column)
+    }
+
+
+def repeat_deviations(reference: pd.DataFrame) -> pd.Series[float]:
+    """How far each run that was measured again is from the median of its job, in percent of that median.
+
+    ``reference`` is a table of :mod:`gnn_predictor.baselines`: rows with the same features are the same job, as far as
+    sources tell. No predictor can be better than these runs are among themselves.
+    """
+    jobs = reference.groupby([name for name in reference.columns if name not in _OF_THE_RUN])["iter_time_s"]
+    again = jobs.transform("size") > 1
+    return 100.0 * (reference["iter_time_s"] / jobs.transform("median") - 1.0).abs()[again]
+
+
+def noise_figures(reference: pd.DataFrame) -> dict[str, Any]:
+    """The noise floor: count, median, 90th percentile and mean of :func:`repeat_deviations`."""
+    deviations = repeat_deviations(reference).to_numpy(float)
+    return {
+        "count": len(deviations),
+        "median_percent": _number(np.median, deviations),
+        "p90_percent": _number(lambda values: np.quantile(values, 0.9), deviations),
+        "mean_percent": _number(np.mean, deviations),
     }
 
 

@@ -72,6 +72,7 @@ from gnn_predictor.fitting import FitSettings
 from gnn_predictor.graph_store import GROUP
 from gnn_predictor.interval import Interval
 from gnn_predictor.memory_fit import learn_memory
+from gnn_predictor.metrics import noise_figures
 from gnn_predictor.network import Ensemble, NetworkConfig
 from gnn_predictor.protocols import (
     NAMES,
@@ -233,6 +234,8 @@ def _write(
 
     ``known`` are the held-out rows of all protocols that its interval is calibrated on; they travel with it.
     """
+    reference = [examples.reference[row] for row in examples.trusted]
+    metrics = {**metrics, "noise_floor": noise_figures(pd.DataFrame(reference))}
     if weights.network is not None:
         memory, memory_figures = learn_memory(examples.measurements)
         description = CheckpointConfig(
@@ -269,7 +272,6 @@ def _write(
     labels = learnt.table["precision_label"].tolist()
     points = TrainingPoints.of(learnt.graphs, labels, checkpoint.config.domain.precisions)
     checkpoint = replace(checkpoint, points=points)
-    reference = [examples.reference[row] for row in examples.trusted]
     beside = (partial(write_reference, reference), partial(write_held_out, known))
     return save_checkpoint(settings.output, checkpoint, model_card(checkpoint), beside)
 

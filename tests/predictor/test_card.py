@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gnn_predictor.card import figures, model_card, with_figures
+from gnn_predictor.card import breakdowns, figures, model_card, with_figures
 from gnn_predictor.checkpoint import Checkpoint, CheckpointConfig, load_checkpoint
 
 _README = Path(__file__).parents[2] / "README.md"
@@ -43,3 +43,22 @@ def test_a_card_of_an_unevaluated_checkpoint_says_so() -> None:
 def test_a_text_without_the_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="no block between"):
         with_figures("# Title", {"P1": _P1})
+
+
+def test_every_class_of_runs_has_its_line() -> None:
+    metrics = load_checkpoint().metrics
+    text = breakdowns(metrics)
+    for key in ("by_precision", "by_gpu", "by_source", "by_architecture", "by_model_size", "by_gpu_count"):
+        for name, own in metrics["P1"][key].items():
+            assert f"| {name} | {own['count']:,} | {own['mape_percent']:.1f}% |" in text, (key, name)
+    assert f"{metrics['noise_floor']['count']:,} runs are repeats" in text
+
+
+def test_both_blocks_of_a_text_are_filled_and_the_rest_stays() -> None:
+    metrics = load_checkpoint().metrics
+    text = "a\n<!-- breakdowns --><!-- /breakdowns -->\nb\n<!-- metrics -->to be replaced<!-- /metrics -->\nc\n"
+    filled = with_figures(text, metrics)
+    assert breakdowns(metrics) in filled
+    assert figures(metrics) in filled
+    assert "to be replaced" not in filled
+    assert [line for line in filled.splitlines() if line in ("a", "b", "c")] == ["a", "b", "c"]

@@ -32,6 +32,8 @@ def _rows(**columns: object) -> pd.DataFrame:
         "gpu": ["A", "A", "B", "B"],
         "precision": ["bf16_mixed", "fp8_mixed", "bf16_mixed", "fp16"],
         "architecture": ["decoder"] * 4,
+        "model_size": ["under 1B", "under 1B", "1B-3B", "1B-3B"],
+        "gpu_count": ["1"] * 4,
         "pair_group": ["p", "p", "", ""],
         "layout_group": [""] * 4,
         "layout": [""] * 4,
@@ -141,3 +143,23 @@ def test_one_source_makes_the_macro_average_the_plain_one(rows: list[tuple[float
     measured, predicted = np.array(rows).T
     macro = metrics.macro_mape(measured, predicted, ["only"] * len(rows))
     assert macro == pytest.approx(metrics.mape(measured, predicted))
+
+
+def test_runs_are_broken_down_by_size_and_number_of_gpus() -> None:
+    result = metrics.evaluation_metrics(_rows())
+    assert result["by_model_size"]["under 1B"]["mape_percent"] == pytest.approx(10.0)
+    assert result["by_model_size"]["1B-3B"]["mape_percent"] == pytest.approx(50.0)
+    assert result["by_gpu_count"]["1"]["count"] == 4
+
+
+def test_the_noise_floor_is_how_far_repeats_of_a_job_are_from_their_median() -> None:
+    reference = pd.DataFrame(
+        {
+            "run_id": list("abcdef"), "source_id": ["x"] * 5 + ["y"], "job_group": list("pqrstu"), "job_key": ["k"] * 6,
+            "num_layers": [4.0, 4.0, 4.0, 8.0, 8.0, 8.0], "iter_time_s": [1.0, 1.1, 0.8, 2.0, 3.0, 9.0],
+        }
+    )  # fmt: skip
+    deviations = metrics.repeat_deviations(reference)
+    assert deviations.round(6).tolist() == [0.0, 10.0, 20.0, 20.0, 20.0]  # the source's lone run is no repeat
+    assert metrics.noise_figures(reference)["median_percent"] == pytest.approx(20.0)
+    assert metrics.noise_figures(reference.iloc[[0, 3]])["median_percent"] is None
