@@ -409,7 +409,8 @@ def _works(
     of_event = np.where(kind < 0, 0, 1 + kind * base + piece) @ (4 * base + 1) ** np.arange(tasks.shape[1])
     codes = np.where(is_whole, of_event[event], 0)[order]
     row = {code: number for number, code in enumerate(dict.fromkeys(codes.tolist()))}
-    example = dict(zip(of_event.tolist(), tasks.tolist(), strict=True))
+    known, where = np.unique(of_event, return_index=True)
+    example = dict(zip(known.tolist(), tasks[where].tolist(), strict=True))
     works = [tuple((kind, piece) for kind, piece, _ in example.get(code, []) if kind >= 0) for code in row]
     return [row[code] for code in codes.tolist()], works
 
