@@ -26,11 +26,13 @@ _LLAMA = {
 READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "Hugging Face: grouped queries": ("llama_config.json", _MODEL, {**_LLAMA, "model.tie_embeddings": False}),
     "Hugging Face: as many key-value heads as heads": ("llama_mha_config.json", _MODEL, {
-        **_LLAMA, "model.num_query_groups": 16, "batch.seq_length": 2048}),
+        **_LLAMA, "model.num_query_groups": 16, "batch.seq_length": 2048,
+        "parallel.sequence_parallel": False, "parallel.recompute.mode": "selective"}),
     "Hugging Face: old GPT-2 keys": ("gpt2/config.json", _MODEL, {
         "model.num_layers": 36, "model.hidden_size": 1280, "model.ffn_hidden_size": 5120,
         "model.num_attention_heads": 20, "model.vocab_size": 50257, "model.activation": "gelu",
-        "model.normalization": "layernorm", "model.position_embedding": "learned", "model.tie_embeddings": True}),
+        "model.normalization": "layernorm", "model.position_embedding": "learned", "model.tie_embeddings": True,
+        "model.max_position_embeddings": 1024, "model.dropout": 0.1}),
     "Hugging Face: T5 without num_decoder_layers": ("t5_config.json", _MODEL, {
         "model.architecture": "encoder_decoder", "model.num_encoder_layers": 6, "model.num_decoder_layers": 6,
         "model.hidden_size": 400, "model.ffn_hidden_size": 1600, "model.num_attention_heads": 25,
@@ -127,7 +129,7 @@ READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
         "parallel.sharding": "zero3", "parallel.sequence_parallel": True, "parallel.overlap.tensor": True,
         "parallel.recompute.mode": "full", "precision.preset": "fp8_tensorwise", "precision.linear": "fp8_tensorwise",
         "precision.param_gather": "fp8", "precision.params": "fp32", "precision.grad_reduce": "fp32",
-        "software.compile": True, "cluster.num_nodes": 16, "training.steps": 3000}),
+        "precision.lm_head": "bf16", "software.compile": True, "cluster.num_nodes": 16, "training.steps": 3000}),
     "torchtitan: experts, bf16 optimizer states": ("torchtitan_experts.toml", _GPU, {
         "model.moe.num_experts": 128, "model.num_layers": 48, "parallel.expert": 8, "parallel.expert_tensor": 1,
         "parallel.data": 8, "parallel.sharding": "zero3", "precision.preset": "bf16_mixed",
@@ -141,7 +143,7 @@ READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "llm-foundry: interpolation, PURE, expansion_ratio": ("llm_foundry.yaml", _GPUS, {
         "model.num_layers": 24, "model.hidden_size": 1024, "model.ffn_hidden_size": 4096, "model.vocab_size": 50368,
         "model.num_attention_heads": 16, "model.activation": "gelu", "model.position_embedding": "learned",
-        "model.tie_embeddings": True, "batch.seq_length": 2048, "batch.micro_batch_size": 8,
+        "model.dropout": 0.1, "model.tie_embeddings": True, "batch.seq_length": 2048, "batch.micro_batch_size": 8,
         "batch.global_batch_size": 1024, "precision.preset": "bf16_mixed", "precision.params": "fp32",
         "precision.param_gather": "bf16", "precision.grad_reduce": "bf16", "parallel.sharding": "zero3",
         "parallel.recompute.mode": "full", "training.steps": 63900, "software.attention": "flash"}),
@@ -154,10 +156,10 @@ READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "GPT-NeoX: dashes, fp32_allreduce": ("gpt_neox.yml", _GPUS, {
         "model.num_layers": 12, "model.hidden_size": 768, "model.ffn_hidden_size": 3072,
         "model.num_attention_heads": 12, "model.vocab_size": 50432, "model.position_embedding": "rope",
-        "model.normalization": "layernorm", "model.tie_embeddings": False, "batch.seq_length": 2048,
-        "batch.micro_batch_size": 4, "batch.global_batch_size": 32, "parallel.tensor": 2, "parallel.pipeline": 1,
-        "parallel.sharding": "zero1", "parallel.recompute.mode": "full", "precision.preset": "bf16_mixed",
-        "precision.grad_reduce": "fp32", "precision.params": "bf16", "software.attention": "unfused"}),
+        "model.normalization": "layernorm", "model.tie_embeddings": False, "model.dropout": 0.1,
+        "batch.seq_length": 2048, "batch.micro_batch_size": 4, "batch.global_batch_size": 32, "parallel.tensor": 2,
+        "parallel.pipeline": 1, "parallel.sharding": "zero1", "parallel.recompute.mode": "full",
+        "precision.preset": "bf16_mixed", "precision.grad_reduce": "fp32", "precision.params": "bf16", "software.attention": "unfused"}),
     "axolotl: HSDP 4 x 2 with tensor 2, bf16 and tf32": ("axolotl.yaml", _GPU, {
         "model.num_layers": 32, "model.vocab_size": 128256, "batch.seq_length": 2048, "batch.micro_batch_size": 1,
         "batch.global_batch_size": 32, "parallel.tensor": 2, "parallel.data": 8, "parallel.sharding": "hsdp",
@@ -187,7 +189,8 @@ READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
         "model.activation": "swiglu", "model.normalization": "rmsnorm"}),
     "llm-analysis: key-value heads asked for": ("llm_analysis.json", {**_MODEL, "model.num_query_groups": "1"}, {
         "model.num_layers": 12, "model.hidden_size": 2048, "model.ffn_hidden_size": 8192, "model.num_query_groups": 1,
-        "model.num_attention_heads": 16, "model.vocab_size": 49280, "model.activation": "gelu"}),
+        "model.num_attention_heads": 16, "model.vocab_size": 49280, "model.activation": "gelu",
+        "model.max_position_embeddings": 2048}),
 }  # fmt: skip
 
 

@@ -218,6 +218,38 @@ def test_a_longest_sequence_is_not_the_trainings() -> None:
     assert any(reason.startswith("batch.seq_length: missing") for reason in refused("llama_config.json"))
 
 
+def test_a_sequence_beyond_the_learned_positions_is_told_with_both_lengths() -> None:
+    longer = {**_MODEL, "batch.seq_length": "1025"}
+    told = "batch.seq_length: 1025 tokens, but the model has 1024 learned positions; expected at most 1024"
+    assert told in imported("gpt2/config.json", settings=longer).warnings
+    assert not any("learned positions" in text for text in imported("gpt2/config.json", settings=_MODEL).warnings)
+
+
+def test_layers_of_unequal_blocks_come_from_the_blocks() -> None:
+    origins = imported("blocks_config.json", settings=_MODEL).origins
+    for size in ("num_layers", "ffn_hidden_size", "num_query_groups"):
+        assert origins[f"model.{size}"] == "blocks_config.json: block_configs"
+
+
+@pytest.mark.parametrize("filtered", ['"output,attention.wk"', '["output", "attention.wk"]'])
+def test_linears_left_out_of_float8_are_told(tmp_path: Path, filtered: str) -> None:
+    text = (_FILES / "torchtitan_float8.toml").read_text().replace('"output"', filtered)
+    files = ImportedFiles.read([str(write(tmp_path / "job.toml", text))])
+    assert any("filter_fqns attention.wk: predicted in fp8_tensorwise" in text for text in files.warnings)
+    assert files.merged({"cluster.gpu": "H100", "cluster.num_gpus": "128"}).job.precision.lm_head == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("written", "schedule"),
+    [("Interleaved1F1B", "interleaved"), ("ZBVZeroBubble", "zero_bubble_v"), ("DualPipeV", "dualpipe_v")],
+)
+def test_schedules_of_two_chunks_keep_their_shape(tmp_path: Path, written: str, schedule: str) -> None:
+    text = (_FILES / "torchtitan.json").read_text().replace('"1F1B"', f'"{written}"')
+    job = ImportedFiles.read([str(write(tmp_path / "job.json", text))]).merged({"cluster.gpu": "H100"}).job
+    assert (job.parallel.schedule, job.parallel.virtual_pipeline) == (schedule, 2)
+    rank_layout(job)  # it runs as it is
+
+
 def test_unknown_keys_are_listed() -> None:
     assert any("--made-up-flag" in text for text in files_of("megatron_fp8.sh").warnings)
     assert any("training.aggressive_memory_mode" in text for text in files_of("torchtitan_experts.toml").warnings)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataset_builder.job.importers import deepspeed
 from dataset_builder.job.importers.config_file import ConfigFile
 from dataset_builder.job.importers.megatron import storage_format
-from dataset_builder.job.importers.reading import Draft, Reading
+from dataset_builder.job.importers.reading import Draft, Reading, as_number
 
 NAME, KNOWN_BY = "GPT-NeoX YAML", "pipe_parallel_size, model_parallel_size, pos_emb"
 _MARKS = ("pipe_parallel_size", "model_parallel_size", "pos_emb", "no_weight_tying", "train_micro_batch_size_per_gpu",
@@ -116,6 +116,7 @@ def _read_model(draft: Draft) -> None:
     if draft.flag("use_qk_layernorm"):
         draft.state("model.qk_norm", True, "use_qk_layernorm")
     draft.take("model.max_position_embeddings", "max_position_embeddings")
+    draft.take("model.dropout", "hidden_dropout", as_type=as_number)
     _read_experts(draft)
     _read_vocabulary(draft)
 

@@ -19,6 +19,7 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _VOCAB = ("vocab_size",)
 _FFN = ("intermediate_size", "mlp_hidden_size", "ffn_dim")
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len")
+DROPOUT = ("hidden_dropout", "hidden_dropout_prob", "resid_pdrop", "residual_dropout", "dropout_rate", "dropout")
 _DECODER_KEYS = (_LAYERS, _HIDDEN, _HEADS, _VOCAB, _FFN)
 _SELF_SIZED_KEYS = (_LAYERS, _HIDDEN, _HEADS, _VOCAB)
 _GATED = {"silu": "swiglu", "swish": "swiglu", "swiglu": "swiglu"}
@@ -34,6 +35,7 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
         "num_query_groups": first(config, "num_key_value_heads", "n_kv_heads"),
         "head_dim": config.get("head_dim"),
         "vocab_size": config.get("vocab_size"),
+        "dropout": first(config, *DROPOUT),
     }
 
 
@@ -260,7 +262,6 @@ def _bert(config: Mapping[str, Any]) -> dict[str, Any]:
         "architecture": "encoder",
         "max_position_embeddings": first(config, *_POSITIONS),
         "num_token_types": config.get("type_vocab_size", 2),
-        "dropout": config.get("hidden_dropout_prob"),
         **_bert_head(config),
     }
 

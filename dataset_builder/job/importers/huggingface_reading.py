@@ -1,7 +1,7 @@
-"""A Hugging Face ``config.json`` as one of several files: its sizes with their keys; nothing but the model.
+"""A Hugging Face ``config.json`` as one of several files: its sizes with their keys, and next to nothing of a run.
 
 ``max_position_embeddings`` is the longest sequence a model was made for and ``torch_dtype`` the format of the weights
-on disk; neither is what a training run uses, so neither is taken.
+on disk; neither is what a training run uses, so neither is taken. Two switches of neuronx-distributed are.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from dataset_builder.job.importers.config_file import ConfigFile
 from dataset_builder.job.importers.huggingface import sizes_of_config
-from dataset_builder.job.importers.huggingface_families import FAMILIES
+from dataset_builder.job.importers.huggingface_families import DROPOUT, FAMILIES
 from dataset_builder.job.importers.reading import Draft, Reading
 
 NAME, KNOWN_BY = "Hugging Face config.json", "model_type, hidden_size, num_hidden_layers"
@@ -20,15 +20,15 @@ _MARKS = (
     "num_attention_heads", "d_model", "vocab_size", "text_config", "rms_norm_eps", "tie_word_embeddings", "d_kv",
 )  # fmt: skip
 _KEYS: dict[str, tuple[str, ...]] = {
-    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_layers": ("block_configs", "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "num_encoder_layers": ("num_layers",),
     "num_decoder_layers": ("num_decoder_layers", "num_layers"),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "ffn_hidden_size": ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "mlp_hidden_size", "ffn_hidden_size",
-                        "expansion_ratio"),
+    "ffn_hidden_size": ("block_configs", "intermediate_size", "n_inner", "d_ff", "ffn_dim", "mlp_hidden_size",
+                        "ffn_hidden_size", "expansion_ratio"),
     "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
-    "num_query_groups": ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "n_head_kv", "multi_query",
-                         "attn_config.kv_n_heads"),
+    "num_query_groups": ("block_configs", "num_key_value_heads", "n_kv_heads", "num_kv_heads", "n_head_kv",
+                         "multi_query", "attn_config.kv_n_heads"),
     "head_dim": ("head_dim", "d_kv"),
     "vocab_size": ("vocab_size",),
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
@@ -40,7 +40,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "mtp_layers": ("num_nextn_predict_layers",),
     "attention": ("sliding_window", "layer_types"),
     "full_attention_every": ("layer_types", "sliding_window_pattern"),
-    "dropout": ("hidden_dropout_prob", "dropout_rate"),
+    "dropout": DROPOUT,
     "relative_buckets": ("relative_attention_num_buckets",),
     "parallel_block": ("parallel_attn",),
     "head": ("architectures",),
@@ -63,7 +63,7 @@ _IRRELEVANT = (
     "final_logit_softcapping",
     "attn_logit_softcapping", "query_pre_attn_scalar", "cache_implementation", "decoder_start*", "layer_types",
     "sliding_window*", "vision_config*", "audio_config*", "*image*", "*video*", "*vision*", "mlp_only_layers",
-    "sequence_parallel_enabled", "selective_checkpoint_enabled", "name_or_path", "torch_dtype", "max_length",
+    "name_or_path", "torch_dtype", "max_length",
     "block_configs*", "embd_layer_norm*", "attn_config*", "new_decoder_architecture", "alibi", "bias", "prefix",
     "max_sequence_length", "hidden_activation", "relative_attention_*", "feed_forward_proj",
     "max_position_embeddings", "tie_word_embeddings", "tokenizer_class", "chunk_size_feed_forward", "pad_*",
@@ -87,10 +87,19 @@ def read(file: ConfigFile) -> Reading:
     read_sizes(draft, file.values, prefix)
     if stored := draft.text("torch_dtype", "dtype", f"{prefix}torch_dtype", f"{prefix}dtype"):
         draft.ask("precision.preset", f"{stored[:20]} is the format of the weights on disk")
+    _read_neuronx(draft)
     draft.understood(*_IRRELEVANT)
     if prefix:
         draft.understood(*(f"{prefix}{pattern}" for pattern in _IRRELEVANT), "*_config.*")
     return draft.reading()
+
+
+def _read_neuronx(draft: Draft) -> None:
+    """neuronx-distributed keeps two switches of a run beside the sizes; a file of the run itself knows better."""
+    if (sequence := draft.flag("sequence_parallel_enabled")) is not None:
+        draft.imply("parallel.sequence_parallel", sequence, "sequence_parallel_enabled")
+    if draft.flag("selective_checkpoint_enabled"):
+        draft.imply("parallel.recompute.mode", "selective", "selective_checkpoint_enabled")
 
 
 def read_sizes(draft: Draft, config: Mapping[str, Any], prefix: str) -> None:

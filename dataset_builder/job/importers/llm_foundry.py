@@ -18,7 +18,7 @@ _IGNORED = (
     "console_log_interval", "callbacks.*", "loggers.*", "save_*", "load_*", "model.name", "model.init_device",
     "model.max_seq_len", "model.*dropout*", "model.attn_config.*", "model.init_config*", "fsdp_config.*", "icl_*",
     "python_log_level", "autoresume", "dist_timeout", "model.use_auth_token", "model.pretrained", "metadata*",
-    "model.emb_pdrop", "model.resid_pdrop", "model.config_overrides*", "model.use_flash*", "parallelism_config.*",
+    "model.emb_pdrop", "model.config_overrides*", "model.use_flash*", "parallelism_config.*",
 )  # fmt: skip
 _SHARDING = {"FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2", "NO_SHARD": "none", "HYBRID_SHARD": "hsdp",
              "_HYBRID_SHARD_ZERO2": "hsdp"}  # fmt: skip
@@ -68,6 +68,7 @@ def _read_mpt(draft: Draft) -> None:
     heads = draft.take("model.num_attention_heads", "model.n_heads")
     draft.take("model.num_layers", "model.n_layers")
     draft.take("model.vocab_size", "model.vocab_size")
+    draft.take("model.dropout", "model.resid_pdrop", as_type=as_number)
     width = draft.count("model.ffn_config.ffn_hidden_size")
     ratio = draft.value(as_number, "model.expansion_ratio")
     if width:

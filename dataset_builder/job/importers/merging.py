@@ -67,8 +67,17 @@ def merge(readings: Sequence[Reading], source: str, overrides: Mapping[str, Any]
     warnings += draft.layout  # the layout itself refuses to run
     job = TrainingJob.parse(draft.data, source=source)
     warnings.append(f"model: {parameters_text(job.model)} parameters")
+    warnings += _beyond_table(job)
     warnings += contradictions(job.model, [*(each.path for each in readings if each.path != "-"), job.name or ""])
     return ImportedJob(draft.data, draft.leaf_origins(), tuple(dict.fromkeys(warnings)), job)
+
+
+def _beyond_table(job: TrainingJob) -> list[str]:
+    """A sequence longer than a table of learned positions, which a training run could not look up."""
+    length, table = job.batch.seq_length, job.model.max_position_embeddings
+    if job.model.position_embedding != "learned" or table is None or length <= table:
+        return []
+    return [f"batch.seq_length: {length} tokens, but the model has {table} learned positions; expected at most {table}"]
 
 
 def _invalid(data: Mapping[str, Any]) -> list[str]:

@@ -51,6 +51,7 @@ def _read_llm_analysis(file: ConfigFile) -> Reading:
     for path, key in (
         ("num_layers", "num_layers"), ("hidden_size", "hidden_dim"), ("num_attention_heads", "n_head"),
         ("num_query_groups", "num_key_value_heads"), ("ffn_hidden_size", "ffn_embed_dim"), ("vocab_size", "vocab_size"),
+        ("max_position_embeddings", "max_seq_len"),
     ):  # fmt: skip
         draft.take(f"model.{path}", key)
     kind = (draft.text("model_type") or "").lower()
@@ -75,5 +76,5 @@ def _read_llm_analysis(file: ConfigFile) -> Reading:
         draft.state("model.moe.num_experts", experts, "moe_num_experts")
         draft.take("model.moe.top_k", "moe_top_k")
         draft.default("model.moe.expert_ffn_hidden_size", draft.get("model.ffn_hidden_size"), "ffn_embed_dim")
-    draft.understood("model_type", "max_seq_len", "moe_*", "expansion_ratio", "num_key_value_groups", "mlp_*")
+    draft.understood("model_type", "moe_*", "expansion_ratio", "num_key_value_groups", "mlp_*")
     return draft.reading()

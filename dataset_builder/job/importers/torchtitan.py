@@ -26,7 +26,7 @@ _IGNORED = (
 )  # fmt: skip
 _SCHEDULES = {
     "1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved", "loopedbfs": "interleaved",
-    "interleavedzerobubble": "zero_bubble", "zbvzerobubble": "zero_bubble", "dualpipev": "dualpipe",
+    "interleavedzerobubble": "zero_bubble", "zbvzerobubble": "zero_bubble_v", "dualpipev": "dualpipe_v",
 }  # fmt: skip
 
 
@@ -229,13 +229,25 @@ def _read_eight_bits(draft: Draft) -> None:
         linear = "fp8_rowwise" if recipe.startswith("rowwise") else "fp8_tensorwise"
         draft.state("precision.preset", linear, *keys, f"{block}.recipe_name")
         draft.warn_mixed("bf16", "float8", linear)
-        gather = (f"{section}.enable_fsdp_float8_all_gather" for section in ("float8", "quantize.linear.float8"))
-        if draft.flag(*(names := tuple(gather))):
+        sections = ("float8", "quantize.linear.float8")
+        if draft.flag(*(names := tuple(f"{section}.enable_fsdp_float8_all_gather" for section in sections))):
             draft.state("precision.param_gather", "fp8", *names)
+        _read_filter(draft, linear, *(f"{section}.filter_fqns" for section in sections))
     elif "mx" in converters:
         draft.state("precision.preset", "mxfp8", *keys)
         draft.warn_mixed("bf16", "mxfp8", "mxfp8")
     draft.raw("float8", "mx", "quantize")
+
+
+def _read_filter(draft: Draft, linear: str, *keys: str) -> None:
+    """The linears left out of float8 by parts of their names: the head is told apart, others are not."""
+    names = draft.raw(*keys)
+    names = names if isinstance(names, list) else str(names or "").split(",")
+    filtered = [name for each in names if (name := str(each).strip())]
+    if "output" in filtered:
+        draft.state("precision.lm_head", "bf16", *keys)
+    if others := [name[:40] for name in filtered if name != "output"]:
+        draft.warn(f"{draft.key_of(*keys)} {', '.join(others[:9])}: predicted in {linear} as the other linears are")
 
 
 def _read_recompute(draft: Draft) -> None:
