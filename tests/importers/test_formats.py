@@ -159,7 +159,8 @@ READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
         "model.normalization": "layernorm", "model.tie_embeddings": False, "model.dropout": 0.1,
         "batch.seq_length": 2048, "batch.micro_batch_size": 4, "batch.global_batch_size": 32, "parallel.tensor": 2,
         "parallel.pipeline": 1, "parallel.sharding": "zero1", "parallel.recompute.mode": "full",
-        "precision.preset": "bf16_mixed", "precision.grad_reduce": "fp32", "precision.params": "bf16", "software.attention": "unfused"}),
+        "precision.preset": "bf16_mixed", "precision.grad_reduce": "fp32", "precision.params": "bf16",
+        "software.attention": "unfused"}),
     "axolotl: HSDP 4 x 2 with tensor 2, bf16 and tf32": ("axolotl.yaml", _GPU, {
         "model.num_layers": 32, "model.vocab_size": 128256, "batch.seq_length": 2048, "batch.micro_batch_size": 1,
         "batch.global_batch_size": 32, "parallel.tensor": 2, "parallel.data": 8, "parallel.sharding": "hsdp",

@@ -214,6 +214,22 @@ def test_a_reduction_in_fp32_costs_what_it_costs() -> None:
     assert (job.precision.compute, job.precision.grad_reduce) == ("bf16", "fp32")
 
 
+@pytest.mark.parametrize(
+    ("written", "activation", "width"),
+    [
+        ('"mlp_type": "llama", "activation": "silu"', "swiglu", 2048),  # 8/3 of 768
+        ('"mlp_type": "llama", "activation": "silu", "intermediate-size": 3000', "swiglu", 3000),
+        ('"activation": "swiglu", "intermediate-size": 6144', "swiglu", 2048),
+        ('"activation": "swiglu", "mlp_multiple_of": 256', "swiglu", 1024),
+        ('"activation": "silu", "intermediate-size": 3000', "gelu", 3000),
+    ],
+)
+def test_gpt_neox_gates_by_kind_or_by_activation(tmp_path: Path, written: str, activation: str, width: int) -> None:
+    text = (_FILES / "gpt_neox.yml").read_text().replace('"norm": "layernorm"', f'"norm": "layernorm", {written}')
+    job = ImportedFiles.read([str(write(tmp_path / "job.yml", text))]).merged(_RUN | {"parallel.tensor": "1"}).job
+    assert (job.model.activation, job.model.ffn_hidden_size) == (activation, width)
+
+
 def test_a_longest_sequence_is_not_the_trainings() -> None:
     assert any(reason.startswith("batch.seq_length: missing") for reason in refused("llama_config.json"))
 

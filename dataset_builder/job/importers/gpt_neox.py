@@ -83,16 +83,7 @@ def _read_model(draft: Draft) -> None:
     draft.take("model.num_query_groups", "num_kv_heads")
     if heads and draft.get("model.num_query_groups") is None:
         draft.default("model.num_query_groups", heads)
-    draft.take("model.ffn_hidden_size", "intermediate_size")
-    word = (draft.text("activation") or "gelu").lower()
-    names = {"silu": "swiglu", "swiglu": "swiglu", "geglu": "geglu", "relu": "relu", "squared_relu": "squared_relu"}
-    if draft.has("activation"):
-        draft.state("model.activation", names.get(word, "gelu"), "activation")
-        if word not in (*names, "gelu"):
-            draft.warn(f"activation {word[:30]} is predicted as gelu, which reads and writes as much")
-    draft.default("model.activation", "gelu")
-    if hidden and draft.get("model.ffn_hidden_size") is None:
-        draft.default("model.ffn_hidden_size", 4 * hidden, "4 x hidden")
+    _read_feed_forward(draft, hidden)
     norm = draft.text("norm") or ""
     if norm:
         draft.state("model.normalization", "rmsnorm" if "rms" in norm.lower() else "layernorm", "norm")
@@ -119,6 +110,40 @@ def _read_model(draft: Draft) -> None:
     draft.take("model.dropout", "hidden_dropout", as_type=as_number)
     _read_experts(draft)
     _read_vocabulary(draft)
+
+
+def _read_feed_forward(draft: Draft, hidden: int | None) -> None:
+    """Older versions gate by ``mlp_type: llama``, newer ones by the activation.
+
+    The older inner width is ``intermediate_size``, or 8/3 hidden in steps of 256; the newer one is a third of
+    ``intermediate_size`` (4 hidden when absent), as both halves of the gate come out of two thirds of it. From
+    github.com/EleutherAI/gpt-neox, megatron/model/transformer.py: ``LLaMAParallelMLP`` and ``ParallelMLP``.
+    """
+    word = (draft.text("activation") or "gelu").lower()
+    is_llama = draft.text("mlp_type") == "llama"
+    names = {"swiglu": "swiglu", "geglu": "geglu", "relu": "relu", "squared_relu": "squared_relu"}
+    if is_llama:
+        draft.state("model.activation", "swiglu", "mlp_type")
+    elif draft.has("activation"):
+        draft.state("model.activation", names.get(word, "gelu"), "activation")
+        if word not in (*names, "gelu"):
+            draft.warn(f"activation {word[:30]} is predicted as gelu, which reads and writes as much")
+    draft.default("model.activation", "gelu")
+    stated = draft.count("intermediate_size", asks="model.ffn_hidden_size")
+    step = max(1, draft.count("mlp_multiple_of") or 1)
+    if is_llama and hidden and stated is None:
+        draft.state("model.ffn_hidden_size", _up(8 * hidden // 3, 256), "mlp_type", note="8/3 hidden, in steps of 256")
+    elif is_llama or word not in ("swiglu", "geglu"):
+        draft.take("model.ffn_hidden_size", "intermediate_size")
+        if hidden:
+            draft.default("model.ffn_hidden_size", 4 * hidden, "4 x hidden")
+    elif width := stated or (hidden and 4 * hidden):
+        note = "a third of it, gated" if stated else "a third of 4 x hidden, gated"
+        draft.state("model.ffn_hidden_size", _up(width // 3, step), "intermediate_size", "activation", note=note)
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
 
 
 def _read_experts(draft: Draft) -> None:
