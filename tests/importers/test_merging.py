@@ -230,6 +230,27 @@ def test_gpt_neox_gates_by_kind_or_by_activation(tmp_path: Path, written: str, a
     assert (job.model.activation, job.model.ffn_hidden_size) == (activation, width)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "sharding"), [("'full'", "zero3"), ("hybrid", "hsdp"), ("grad", "zero2"), ("null", "zero3")]
+)
+def test_nemo_shards_by_fsdp_when_it_is_on(tmp_path: Path, strategy: str, sharding: str) -> None:
+    fsdp = f"model:\n  fsdp: True\n  fsdp_sharding_strategy: {strategy}\n  fsdp_grad_reduce_dtype: bf16\n"
+    text = (_FILES / "nemo_launcher.yaml").read_text().replace("model:\n", fsdp, 1)
+    job = ImportedFiles.read([str(write(tmp_path / "job.yaml", text))]).merged({"cluster.gpu": "H100"}).job
+    assert (job.parallel.sharding, job.precision.grad_reduce) == (sharding, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("options", "sharding"),
+    [("full_shard auto_wrap", "zero3"), ("hybrid_shard auto_wrap", "hsdp"), ("shard_grad_op", "zero2")],
+)
+def test_llama_factory_shards_by_the_options_of_fsdp(tmp_path: Path, options: str, sharding: str) -> None:
+    text = (_FILES / "llama_factory.yaml").read_text() + f"\nfsdp: {options}\n"
+    settings = {"cluster.gpu": "H100", "cluster.num_gpus": "8"}
+    job = ImportedFiles.read([str(write(tmp_path / "job.yaml", text))]).merged(settings).job
+    assert job.parallel.sharding == sharding
+
+
 def test_a_longest_sequence_is_not_the_trainings() -> None:
     assert any(reason.startswith("batch.seq_length: missing") for reason in refused("llama_config.json"))
 

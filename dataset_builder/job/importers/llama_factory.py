@@ -72,7 +72,9 @@ def _read_sharding(draft: Draft) -> None:
         draft.refer(name)
         draft.ask("parallel.sharding", f"deepspeed {name[:80]} is another file; give it too")
     elif draft.has("fsdp"):
-        draft.state("parallel.sharding", "zero3" if "full_shard" in str(draft.raw("fsdp")) else "zero2", "fsdp")
+        options = str(draft.raw("fsdp"))
+        name = "hsdp" if "hybrid_shard" in options else "zero3" if "full_shard" in options else "zero2"
+        draft.state("parallel.sharding", name, "fsdp")
         read_fsdp_formats(draft)
     draft.default("parallel.sequence_parallel", False)
 

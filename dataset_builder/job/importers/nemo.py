@@ -145,6 +145,15 @@ def _read_nemo_defaults(draft: Draft) -> None:
     optimizer = str(draft.raw("optimizer") or "")
     if "distributed" in optimizer:
         draft.state("parallel.sharding", "zero1", "optimizer")
+    if draft.flag("fsdp"):
+        strategy = (draft.text("fsdp_sharding_strategy") or "full").lower()
+        sharding = {"full": "zero3", "hybrid": "hsdp", "grad": "zero2"}.get(strategy)
+        if sharding is None:
+            draft.refuse(f"model.fsdp_sharding_strategy: got {strategy[:30]!r}; expected full, hybrid or grad")
+        else:
+            draft.state("parallel.sharding", sharding, "fsdp", "fsdp_sharding_strategy")
+        if reduced := megatron.storage_format(draft.raw("fsdp_grad_reduce_dtype")):
+            draft.state("precision.grad_reduce", reduced, "fsdp_grad_reduce_dtype")
     if draft.get("precision.preset") in ("bf16_mixed", "fp8_mixed") and draft.flag("megatron_amp_O2") is False:
         draft.state("precision.params", "fp32", "megatron_amp_O2")
         draft.state("precision.main_params", "none", "megatron_amp_O2")
