@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from typing import TYPE_CHECKING
 
-from dataset_builder.job.model import num_parameters
-from dataset_builder.job.schema import TrainingJob
+if TYPE_CHECKING:
+    from dataset_builder.job.schema import TrainingJob
 
 MODEL_SIZES = ("under 1B", "1B-3B", "3B-10B", "10B-30B", "30B-100B", "100B and more")
 GPU_COUNTS = ("1", "2-8", "9-64", "65-512", "513 and more")
@@ -16,6 +17,8 @@ _GPUS = (2, 9, 65, 513)
 
 def model_size(job: TrainingJob) -> str:
     """The class of a resolved job's number of parameters, experts included."""
+    from dataset_builder.job.model import num_parameters  # the names alone are read without what takes time to import
+
     return MODEL_SIZES[bisect_right(_PARAMETERS, num_parameters(job.model))]
 
 

@@ -8,14 +8,28 @@ source, seen and unseen; ``accuracy-measured.png``, predicted against measured t
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+
+from dataset_builder.command_line import CommandParser
+
+
+def _parser() -> CommandParser:
+    name = "gnn_predictor.report.accuracy_plots"
+    parser = CommandParser(name, "Draws a checkpoint's held-out errors.", ["docs/images"])
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where the pictures go")
+    parser.add_argument("--checkpoint", metavar="DIR", help="default: the released one")
+    return parser
+
+
+if __name__ == "__main__" and {"-h", "--help", "--version"} & set(sys.argv[1:]):
+    _parser().parse_args()  # answers and ends, before what takes seconds to import
+
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from dataset_builder.command_line import CommandParser
 from gnn_predictor.baselines import read_reference
 from gnn_predictor.card import PROTOCOLS
 from gnn_predictor.checkpoint import CheckpointError, load_checkpoint
@@ -122,12 +136,7 @@ def _measured(rows: pd.DataFrame) -> Figure:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit code."""
-    parser = CommandParser(
-        "gnn_predictor.report.accuracy_plots", "Draws a checkpoint's held-out errors.", ["docs/images"]
-    )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where the pictures go")
-    parser.add_argument("--checkpoint", metavar="DIR", help="default: the released one")
-    options = parser.read(arguments)
+    options = _parser().read(arguments)
     try:
         path = load_checkpoint(options.checkpoint).path
         reference = read_reference(path) if path else None
