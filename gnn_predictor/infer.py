@@ -134,10 +134,18 @@ def _of_another_tool(text: JobText | ImportedFiles) -> JobError | None:
     """What to say of a file that is no job because it is another tool's, such as a config.json."""
     from dataset_builder.job.document import JobText
     from dataset_builder.job.errors import JobError
-    from dataset_builder.job.importers.formats import read_file
+    from dataset_builder.job.schema import TrainingJob
 
     if not isinstance(text, JobText) or not isinstance(text.content, Path):
         return None
+    try:
+        values = text.values()
+        if isinstance(values, dict) and values.keys() <= TrainingJob.model_fields.keys():
+            return None  # a job, if a bad one
+    except JobError:
+        pass  # a launch script is no YAML
+    from dataset_builder.job.importers.formats import read_file
+
     try:
         tool = read_file(text.name).format
     except JobError:
@@ -232,10 +240,11 @@ def _predict(text: JobText | ImportedFiles, settings: Mapping[str, Any], options
     from dataset_builder.job.document import JobText
     from dataset_builder.job.errors import CannotRunError, JobError
     from dataset_builder.job.schema import TrainingJob
+
+    job = TrainingJob.from_yaml(text, settings) if isinstance(text, JobText) else text.job(settings)
     from dataset_builder.tracing.layout import rank_layout, unsupported_formats
     from gnn_predictor.checkpoint_files import check_files
 
-    job = TrainingJob.from_yaml(text, settings) if isinstance(text, JobText) else text.job(settings)
     try:
         resolved = job.resolved()
         rank_layout(resolved)

@@ -6,7 +6,6 @@ import io
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -171,14 +170,12 @@ def test_bad_usage_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_bad_job_is_answered_at_once(tmp_path: Path) -> None:
-    """The contract's limit is 0.5 s; the fastest of three, as the machine may be busy."""
+    """Before anything is loaded that only a prediction needs; ``benchmarks/infer_speed.py`` says how long it takes."""
     file = tmp_path / "bad.yaml"
     file.write_text("model: {preset: no-such-model}\n")
-    command = [sys.executable, "-m", "gnn_predictor.infer", str(file)]
-    seconds: list[float] = []
-    for _ in range(3):
-        start = time.perf_counter()
-        done: Any = subprocess.run(command, capture_output=True, cwd=_ROOT)
-        seconds.append(time.perf_counter() - start)
-        assert done.returncode == 2
-    assert min(seconds) < 0.5
+    command = [sys.executable, "-X", "importtime", "-m", "gnn_predictor.infer", str(file)]
+    done: Any = subprocess.run(command, capture_output=True, text=True, cwd=_ROOT)
+    assert done.returncode == 2
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "dataset_builder.job.schema" in loaded
+    assert not loaded & {"torch", "numpy", "pandas", "rich", "jinja2", "dataset_builder.job.importers.formats"}
