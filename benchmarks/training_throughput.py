@@ -92,7 +92,7 @@ def _rate(options: argparse.Namespace) -> dict[str, Any]:
     with ranks.joined(), tempfile.TemporaryDirectory() as scratch:
         limits = ExampleLimits(options.runs, max_operators=20000)
         examples = load_examples(load_corpus(options.corpus), limits, Path(scratch))
-        return _rates(examples, range(len(examples.runs)), epochs=4)
+        return _rates(examples, range(len(examples.runs)), epochs=12)
 
 
 def _peak(options: argparse.Namespace) -> dict[str, Any]:
