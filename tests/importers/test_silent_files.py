@@ -129,3 +129,14 @@ def test_a_peer_tools_model_of_no_type_is_not_guessed(tmp_path: Path) -> None:
         ImportedFiles.read([str(path)]).merged(_RUN)
     asked = {reason.split(":")[0] for reason in caught.value.reasons}
     assert {"model.activation", "model.normalization", "model.bias", "model.position_embedding"} <= asked
+
+
+@pytest.mark.parametrize("name", ["gpt_neox.yml", "torchtitan_experts.toml"])
+def test_nodes_without_their_gpus_are_asked_about_where_the_batch_follows_from_them(name: str) -> None:
+    files = ImportedFiles.read([str(_FILES / name)])
+    settings = {"cluster.gpu": "H100-SXM5-80GB", "cluster.num_nodes": "1"}
+    with pytest.raises(JobError) as caught:
+        files.merged(settings)
+    assert any(reason.startswith("cluster.gpus_per_node: missing; ") for reason in caught.value.reasons)
+    whole = files.merged({**settings, "cluster.gpus_per_node": "8"}).job
+    assert whole.batch.global_batch_size % whole.batch.micro_batch_size == 0

@@ -343,6 +343,12 @@ class _JobDraft:
         for path in ("model", *(f"model.{size}" for size in _SIZES), *_ALWAYS):
             if path not in questions and not self._is_known(path):
                 self.reasons.append(f"{path}: missing; {_HINTS.get(path, f'--set {path}={_example(path)}')}")
+        cluster = self._part("cluster")
+        if self._has_open_steps() and cluster.get("num_nodes") is not None and cluster.get("gpus_per_node") is None:
+            self.reasons.append(
+                "cluster.gpus_per_node: missing; the global batch follows from the number of GPUs; "
+                "--set cluster.gpus_per_node=N, or cluster.num_gpus=N in place of cluster.num_nodes"
+            )
 
     def _is_known(self, path: str) -> bool:
         part, _, key = path.partition(".")
