@@ -6,7 +6,7 @@ has operands of its own, together larger than twice the last cache level that be
 
 Machines drift: samples taken one after the other share the machine's mood, so their number says little of how well
 their median is known. A piece of work is therefore visited several times, and what is known of the median is told from
-the medians of the visits (batch means: Alexopoulos and Seila 1998, "Output data analysis", section 7.3).
+the medians of the visits (batch means: Alexopoulos and Seila 1998, "Output data analysis").
 """
 
 from __future__ import annotations
