@@ -260,9 +260,7 @@ def workload_features(job: TrainingJob, layout: RankLayout, nodes: Sequence[_Loc
     ]  # fmt: skip
     kinds = [float(model.architecture == name) for name in ARCHITECTURES]
     kinds += [float(job.parallel.sharding == name) for name in SHARDINGS]
-    overlap = job.parallel.overlap
-    # The third column is that of overlap.tensor, which hardly a run has on: is_chunked says it instead.
-    kinds += [float(overlap.grad_reduce), float(overlap.param_gather), 0.0, float(overlap.pipeline)]
+    # No column for the overlap switches: what they hide follows from is_serial and is_chunked alone, in every job.
     kinds += [float(bool(job.parallel.sequence_parallel)), model.dropout * 5]
     recompute = job.parallel.recompute.mode if job.parallel.recompute else "none"
     kinds += [float(recompute == name) for name in ("selective", "full")]
@@ -443,13 +441,14 @@ def _row(values: Sequence[float]) -> FloatArray:
 # The columns that the network reads; the others of GraphArrays say how its node times are added up.
 _NETWORK_INPUTS = ("node_features", "format_features", "node_formats", "log_roofline_s", "launches", "is_overlappable",
                    "edge_index", "edge_kind", "hardware", "device_name", "software", "workload")  # fmt: skip
+_REVISION = 2  # goes up when columns change that have no name here, as those of the workload
 
 
 def _feature_hash() -> str:
     """Identifies the meaning of every input column; a checkpoint of another meaning is refused."""
     names = (KINDS, PHASES, AXES, EDGE_KINDS, SLOTS, _FORMAT_PROPERTIES, _RECIPES, _OP_CLASSES,
              FRAMEWORKS, OPERATOR_SOURCES, ARCHITECTURES, OPTIMIZERS, SHARDINGS, DEVICE_FORMATS,
-             sorted(BYTES_PER_ELEMENT), JOB_FEATURES, KERNEL_FEATURES, _NETWORK_INPUTS)  # fmt: skip
+             sorted(BYTES_PER_ELEMENT), JOB_FEATURES, KERNEL_FEATURES, _NETWORK_INPUTS, _REVISION)  # fmt: skip
     return hashlib.sha256(repr(names).encode()).hexdigest()[:16]
 
 
