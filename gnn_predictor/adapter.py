@@ -22,6 +22,7 @@ from torch import Tensor
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.graph import COLLECTIVES, KINDS
 from gnn_predictor.batch import GraphBatch
+from gnn_predictor.blending import Corrections
 from gnn_predictor.domain import Domain, outside
 from gnn_predictor.features import AXES, AXIS_COLUMNS, FORMATS, KIND_COLUMNS
 from gnn_predictor.network import NodeTimes
@@ -211,6 +212,12 @@ def scaled_times(batch: GraphBatch, times: NodeTimes, log_scales: Tensor) -> Nod
         host_s_per_launch=times.host_s_per_launch * host,
         overhead_s=times.overhead_s * host,
     )
+
+
+def corrected_times(batch: GraphBatch, times: NodeTimes, corrections: Corrections) -> NodeTimes:
+    """Node and host times drawn towards what measured runs took."""
+    log_factor = torch.tensor(corrections.log_factor, dtype=torch.float32)
+    return scaled_times(batch, times, log_factor[:, None].expand(-1, len(GROUPS)))
 
 
 def _node_groups(batch: GraphBatch) -> Tensor:

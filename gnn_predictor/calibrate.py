@@ -129,6 +129,7 @@ def calibrate(
         [run.iter_time_s for run in runs],
         [job_point(run.job) for run in runs],
         [job_key(run.job) for run in runs],
+        base.measured_runs,
     )
     before = timed.log_errors(np.zeros(1 + len(GROUPS)))
     gpus = tuple(sorted({run.job.cluster.gpu.name for run in runs}))

@@ -23,8 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gnn_predictor.adapter import GROUPS, JobPoint, Mode, Shrinkage, likeness, scaled_times
+from gnn_predictor.adapter import GROUPS, JobPoint, Mode, Shrinkage, corrected_times, likeness, scaled_times
 from gnn_predictor.batch import GraphBatch, collate
+from gnn_predictor.blending import MeasuredRuns
 from gnn_predictor.features import GraphArrays
 from gnn_predictor.network import Ensemble, NodeTimes, iteration_times, stage_table
 
@@ -56,7 +57,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class TimedRuns:
-    """Measured runs with their node times as the uncalibrated network gives them; n runs."""
+    """Measured runs with their node times as the uncalibrated predictor gives them; n runs."""
 
     batch: GraphBatch
     times: NodeTimes
@@ -72,11 +73,16 @@ class TimedRuns:
         measured_s: Sequence[float],
         points: Sequence[JobPoint],
         jobs: Sequence[str],
+        known: MeasuredRuns | None,
     ) -> TimedRuns:
-        """Runs through the network once; everything else works on its node times."""
+        """Runs through the network once, and what ``known`` runs make of that; all else works on these node times."""
         batch = collate(graphs, network.config.devices)
         with torch.no_grad():
-            times = network.node_times(batch)
+            seconds, times, _ = network(batch)
+        if known is not None:
+            labels, spread = [point.precision for point in points], times.log_spread.exp()
+            corrections = known.corrections(graphs, labels, seconds.tolist(), spread.tolist())
+            times = corrected_times(batch, times, corrections)
         return cls(batch, times, np.log(np.asarray(measured_s, dtype=float)), tuple(points), np.asarray(jobs))
 
     def __len__(self) -> int:

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors
 import safetensors.torch
@@ -23,11 +23,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gnn_predictor.adapter import Adapter, Shrinkage
+from gnn_predictor.blending import Blend, MeasuredRuns
 from gnn_predictor.checkpoint_files import (
     BLIND_FILE,
     CARD_FILE,
     FORMAT_VERSION,
     POINTS_FILE,
+    RUNS_FILE,
     checkpoint_folder,
     read_bytes,
     read_json,
@@ -41,8 +43,11 @@ from gnn_predictor.checkpoint_files import released_checkpoint as released_check
 from gnn_predictor.distance import TrainingPoints
 from gnn_predictor.domain import Domain
 from gnn_predictor.features import FEATURE_HASH
+from gnn_predictor.gaussian_process import GaussianProcess
 from gnn_predictor.interval import Interval
 from gnn_predictor.memory import MemoryFit
+
+_T = TypeVar("_T")
 
 
 class _Value(BaseModel):
@@ -57,6 +62,7 @@ class CheckpointConfig(_Value):
     corpus_hash: str
     name: str
     network: dict[str, Any]  # fields of gnn_predictor.network.NetworkConfig
+    blend: Blend = Blend()
     interval: Interval = Interval()
     domain: Domain = Domain()
     memory: MemoryFit = MemoryFit()
@@ -69,7 +75,8 @@ class CheckpointConfig(_Value):
 class Checkpoint:
     """A checkpoint in memory, equal only to itself.
 
-    ``tensors`` is the network's state dictionary, ``blind`` that of baseline B3; ``points`` are the training runs'.
+    ``tensors`` is the network's state dictionary, ``blind`` that of baseline B3; ``points`` are the training runs',
+    ``process`` is what they say of jobs like them.
     """
 
     config: CheckpointConfig
@@ -78,6 +85,12 @@ class Checkpoint:
     path: Path | None = None
     blind: Mapping[str, torch.Tensor] | None = None
     points: TrainingPoints | None = None
+    process: GaussianProcess | None = None
+
+    @property
+    def measured_runs(self) -> MeasuredRuns | None:
+        """What corrects the network's times; ``None`` for a checkpoint that carries no runs."""
+        return MeasuredRuns(self.process, self.config.blend) if self.process else None
 
 
 def load_checkpoint(path: str | os.PathLike[str] | None = None) -> Checkpoint:
@@ -86,7 +99,7 @@ def load_checkpoint(path: str | os.PathLike[str] | None = None) -> Checkpoint:
     Raises CheckpointError (exit code 3), which names the file and what is wrong with it.
     """
     directory = checkpoint_folder(path)
-    stamps = tuple(_stamp(directory, name) for name in (CONFIG_FILE, MODEL_FILE, METRICS_FILE, POINTS_FILE))
+    stamps = tuple(_stamp(directory, name) for name in (CONFIG_FILE, MODEL_FILE, METRICS_FILE, POINTS_FILE, RUNS_FILE))
     return _load(directory.resolve(), stamps)
 
 
@@ -95,7 +108,9 @@ def _load(directory: Path, stamps: tuple[int | None, ...]) -> Checkpoint:
     del stamps  # part of the cache's key only: a checkpoint written anew is read anew
     config = _read_config(directory)
     tensors, metrics = _read_tensors(directory), _read_metrics(directory)
-    return Checkpoint(config, tensors, metrics, directory, _read_blind(directory), _read_points(directory))
+    points = _read_object(directory, POINTS_FILE, TrainingPoints.from_tensors)
+    process = _read_object(directory, RUNS_FILE, GaussianProcess.from_tensors)
+    return Checkpoint(config, tensors, metrics, directory, _read_blind(directory), points, process)
 
 
 def save_checkpoint(
@@ -115,8 +130,12 @@ def save_checkpoint(
     try:
         new = scratch / "new"
         new.mkdir()
-        points = checkpoint.points.tensors() if checkpoint.points else None
-        files = ((MODEL_FILE, checkpoint.tensors), (BLIND_FILE, checkpoint.blind), (POINTS_FILE, points))
+        files = (
+            (MODEL_FILE, checkpoint.tensors),
+            (BLIND_FILE, checkpoint.blind),
+            (POINTS_FILE, checkpoint.points.tensors() if checkpoint.points else None),
+            (RUNS_FILE, checkpoint.process.tensors() if checkpoint.process else None),
+        )
         for file, tensors in files:
             if tensors is not None:
                 plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
@@ -191,17 +210,15 @@ def _read_blind(directory: Path) -> dict[str, torch.Tensor] | None:
     return _read_tensors(directory, BLIND_FILE) if (directory / BLIND_FILE).exists() else None
 
 
-def _read_points(directory: Path) -> TrainingPoints | None:
-    """Where the training runs are; a checkpoint without them predicts with an interval that knows no distance."""
-    if not (directory / POINTS_FILE).exists():
+def _read_object(directory: Path, name: str, from_tensors: Callable[[Mapping[str, torch.Tensor]], _T]) -> _T | None:
+    """What a file's tensors make; ``None`` without the file, for a checkpoint predicts without either of them."""
+    if not (directory / name).exists():
         return None
-    tensors = _read_tensors(directory, POINTS_FILE)
+    tensors = _read_tensors(directory, name)
     try:
-        return TrainingPoints.from_tensors(tensors)
+        return from_tensors(tensors)
     except (KeyError, ValueError) as error:
-        raise CheckpointError(
-            f"checkpoint {directory / POINTS_FILE}: {error} is missing or has another shape"
-        ) from None
+        raise CheckpointError(f"checkpoint {directory / name}: {error} is missing or has another shape") from None
 
 
 def _read_tensors(directory: Path, name: str = MODEL_FILE) -> dict[str, torch.Tensor]:

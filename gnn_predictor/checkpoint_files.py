@@ -16,8 +16,10 @@ FORMAT_VERSION = 1
 MODEL_FILE, CONFIG_FILE, METRICS_FILE, CARD_FILE = "model.safetensors", "config.json", "metrics.json", "README.md"
 BLIND_FILE = "baseline_b3.safetensors"  # baseline B3: a network of the same shape that never saw a format
 POINTS_FILE = "training_points.safetensors"  # where the training runs are, for the distance of a job to them
+RUNS_FILE = "measured_runs.safetensors"  # the Gaussian process over them
 _MOST_BYTES = {
     POINTS_FILE: 64 * 2**20,
+    RUNS_FILE: 64 * 2**20,
     MODEL_FILE: 256 * 2**20,
     BLIND_FILE: 256 * 2**20,
     CONFIG_FILE: 4 * 2**20,

@@ -6,6 +6,7 @@ All times in seconds. The critical path runs stage s's forward ``path.forward_co
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -57,6 +58,7 @@ class JobTimes:
     exposed_s: Floats  # [n] what the critical path waits for
     overhead_s: float  # per iteration, beside the graph
     spread: float  # expected size of the log error
+    measured_share: float  # of the estimate that measured runs like the job have, 0 to 1
     slots: Floats  # [S, NUM_SLOTS] device seconds per microbatch, or per iteration
     forward_s: Floats  # [S] per microbatch, with exposed communication, at least the host's time
     backward_s: Floats  # [S] the same with recompute
@@ -81,6 +83,7 @@ class JobTimes:
             exposed_s=_numpy(times.exposed_s[nodes]),
             overhead_s=float(times.overhead_s[index]),
             spread=float(times.log_spread[index].exp()),
+            measured_share=0.0,
             slots=_numpy(table.slots[rows]),
             forward_s=forward,
             backward_s=backward,
@@ -99,6 +102,10 @@ class JobTimes:
         names = ("seconds", "exposed_s", "overhead_s", "slots", "forward_s", "backward_s", "stage_s", "iteration_s")
         path = replace(self.path, seconds=self.path.seconds * factor)
         return replace(self, path=path, **{name: getattr(self, name) * factor for name in names})
+
+    def corrected(self, log_factor: float, share: float, spread: float) -> JobTimes:
+        """Drawn towards what measured runs like the job took, which have this share in the estimate."""
+        return replace(self.scaled(math.exp(log_factor)), spread=spread, measured_share=share)
 
 
 @dataclass(frozen=True)

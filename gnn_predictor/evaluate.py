@@ -91,7 +91,7 @@ def evaluate(
     if baselines and reference is not None:
         table = table.join(baseline_columns(measurements, reference))
     if baselines and checkpoint.blind is not None:
-        blind = replace(checkpoint, tensors=checkpoint.blind)
+        blind = replace(checkpoint, tensors=checkpoint.blind, process=None)
         table[f"{BASELINE_PREFIX}b3_s"] = blind_column(measurements, _predictor(blind))
     metrics = evaluation_metrics(table)
     metrics["checkpoint"] = {"name": checkpoint.config.name, "corpus": checkpoint.config.corpus_hash}

@@ -11,6 +11,7 @@ inference (which never imports it): the network reads attributes of whatever bat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -84,9 +85,11 @@ class StageTable:
 
 
 # Where training starts from; what it learns are factors on these.
-_KERNEL_LAUNCH_S = 4e-6  # between kernels on the device
-_HOST_LAUNCH_S = 8e-6  # of the host's time
-_STEP_OVERHEAD_S = 3e-3  # of an iteration, whatever it runs
+KERNEL_LAUNCH_S = 4e-6  # between kernels on the device
+HOST_LAUNCH_S = 8e-6  # of the host's time
+STEP_OVERHEAD_S = 3e-3  # of an iteration, whatever it runs
+_STARTING_LOG_SLOWDOWN = 0.5
+STARTING_SLOWDOWN = math.exp(_STARTING_LOG_SLOWDOWN)  # of a node over its roofline
 _TYPICAL_LOG_SPREAD = -2.3  # log of an expected error of 10%
 _MOST_LOG_FACTOR = 4.0
 _LEAST_S = 1e-12
@@ -207,7 +210,7 @@ class Predictor(nn.Module):
         nn.init.zeros_(self.format.weight)
         nn.init.normal_(self.graph_readout.weight, std=0.02)
         with torch.no_grad():
-            last.bias.copy_(torch.tensor([0.5, 0.5, 0.0]))
+            last.bias.copy_(torch.tensor([_STARTING_LOG_SLOWDOWN, 0.5, 0.0]))
             nn.init.zeros_(self.graph_readout.bias)
 
     def set_scales(self, node: Tensor, workload: Tensor) -> None:
@@ -255,7 +258,7 @@ class Predictor(nn.Module):
         kernel_slowdown, kernel_launch = self.kernel(kernel_inputs, self._hardware(batch), batch).unbind(-1)
         slowdown, launch = slowdown + kernel_slowdown, launch + kernel_launch
         host, overhead, spread, kernel = self.graph_readout(context).unbind(-1)
-        launch_s = _KERNEL_LAUNCH_S * torch.exp(_limited(launch + kernel[batch.node_graph]))
+        launch_s = KERNEL_LAUNCH_S * torch.exp(_limited(launch + kernel[batch.node_graph]))
         seconds = torch.exp(batch.log_roofline_s + _limited(slowdown)) + batch.launches * launch_s
         message, share = batch.is_overlappable, torch.sigmoid(exposure)
         share = (share + (1 - share) * batch.is_serial) * (1 - _HIDDEN_OF_CHUNKED * batch.is_chunked)
@@ -263,8 +266,8 @@ class Predictor(nn.Module):
         return NodeTimes(
             seconds,
             exposed,
-            host_s_per_launch=_HOST_LAUNCH_S * torch.exp(_limited(host)),
-            overhead_s=_STEP_OVERHEAD_S * torch.exp(_limited(overhead)),
+            host_s_per_launch=HOST_LAUNCH_S * torch.exp(_limited(host)),
+            overhead_s=STEP_OVERHEAD_S * torch.exp(_limited(overhead)),
             log_spread=_TYPICAL_LOG_SPREAD + _limited(spread),
         )
 

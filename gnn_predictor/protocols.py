@@ -7,6 +7,7 @@ bits: what a predictor of one format knows (one network a split, whatever the nu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -18,6 +19,7 @@ from dataset_builder.corpus import splits
 from dataset_builder.corpus.splits import Split
 from gnn_predictor.adapter import Shrinkage
 from gnn_predictor.baselines import BASELINES, fitted_predictions
+from gnn_predictor.blending import Blend, MeasuredRuns, best_network_error, weighed
 from gnn_predictor.crossvalidation import (
     FitTask,
     Floats,
@@ -32,12 +34,15 @@ from gnn_predictor.dataset import RunExamples
 from gnn_predictor.distance import TrainingPoints
 from gnn_predictor.examples import Examples
 from gnn_predictor.fitting import FitSettings
+from gnn_predictor.gaussian_process import GaussianProcess
 from gnn_predictor.interval import Interval
 from gnn_predictor.metrics import BASELINE_PREFIX, error_figures, evaluation_metrics, macro_mape, operator_figures
+from gnn_predictor.run_regression import RunRegression
 from gnn_predictor.source_calibration import HeldOutSource, calibrated_figures
 from gnn_predictor.widening import coverage_figures, fit_widening, left_out_half_widths
 
 NAMES = ("P1", "P2", "P3", "P4", "P5")
+_NO_IDEA = 1e3  # deviation of a log error, where there are no runs
 LEFT_OUT = {"P2": "precision", "P3": "precision", "P4": "gpu", "P5": "source_id"}  # column of what a split never saw
 
 
@@ -61,11 +66,12 @@ class Protocol:
     tasks: Mapping[str, list[FitTask]]
     blind_shop: Workshop | None
     blind: Mapping[str, list[FitTask]]
+    regression: RunRegression
 
     @classmethod
     def plan(
         cls, name: str, each: Sequence[Split], shop: Workshop, blind_shop: Workshop | None,
-        settings: FitSettings, members: int,
+        settings: FitSettings, members: int, regression: RunRegression,
     ) -> Protocol:  # fmt: skip
         """The fits of all splits, not yet run."""
         tasks = {split.name: split_tasks(split, shop, settings, members) for split in each}
@@ -73,13 +79,25 @@ class Protocol:
             split: [replace(task, name=f"B3-{task.name}") for task in of_split[:1]] if blind_shop else []
             for split, of_split in tasks.items()
         }
-        return cls(name, tuple(each), shop, tasks, blind_shop, blind)
+        return cls(name, tuple(each), shop, tasks, blind_shop, blind, regression)
+
+    @functools.cached_property
+    def processes(self) -> Mapping[str, GaussianProcess | None]:
+        """What each split's training runs say of others."""
+        fitted = self.regression.fit_each([split.train for split in self.splits], self.shop.num_workers)
+        return dict(zip((split.name for split in self.splits), fitted, strict=True))
+
+    def network_errors(self, jobs: pd.DataFrame) -> dict[str, float]:
+        """The network's error by split, as P1's held-out rows ``jobs`` have it, but for those of the split itself."""
+        names = self.shop.runs.table["run_id"]
+        own = {split.name: set(names.iloc[list(split.test)]) for split in self.splits}
+        return {name: network_error_of(jobs[~jobs["run_id"].isin(runs)]) for name, runs in own.items()}
 
     def held_out(self) -> pd.DataFrame:
-        """Every test row with ``predicted_s``, ``log_error``, ``spread``, ``distance``, ``protocol`` and ``split``.
+        """Every test row with both estimates, ``distance`` from its split's training rows, ``protocol`` and ``split``.
 
-        ``log_error`` is of measured over predicted, ``distance`` from the split's training rows; with B3 there is
-        ``baseline_b3_s`` too.
+        ``network_s`` and ``network_spread`` are the network's, ``runs_s`` and ``runs_deviation`` the measured runs';
+        with B3 there is ``baseline_b3_s`` too.
         """
         return pd.concat([self._split(split) for split in self.splits]).reset_index(drop=True)
 
@@ -87,8 +105,9 @@ class Protocol:
         rows = np.array(split.test, dtype=np.int64)
         test = self.shop.runs.select(rows)
         predicted = predict_graphs(trained(self.tasks[split.name], self.shop), test.graphs)
+        predicted = predicted.rename(columns={"predicted_s": "network_s", "spread": "network_spread"})
         table = pd.concat([test.table, predicted], axis=1).assign(protocol=self.name, split=split.name)
-        table["log_error"] = -log_errors(table["predicted_s"], table["iter_time_s"])
+        table["runs_s"], table["runs_deviation"] = self._estimates(split, test, table["network_s"])
         table["distance"] = self._distances(split, test)
         if self.blind_shop is not None:
             blind = trained(self.blind[split.name], self.blind_shop)
@@ -96,23 +115,36 @@ class Protocol:
             table[f"{BASELINE_PREFIX}b3_s"] = seconds
         return table
 
+    def _estimates(self, split: Split, test: RunExamples, network_s: pd.Series[float]) -> tuple[Floats, Floats]:
+        """Seconds that the split's training runs lead one to expect, and how sure; without them no other than these."""
+        process = self.processes[split.name]
+        if process is None:
+            return np.asarray(network_s, dtype=np.float64), np.full(len(network_s), _NO_IDEA, dtype=np.float64)
+        known = MeasuredRuns(process, self.regression.blend)
+        log_seconds, deviation = known.estimates(test.graphs, test.table["precision_label"].tolist())
+        seconds: Floats = np.exp(log_seconds)
+        return seconds, deviation
+
     def _distances(self, split: Split, test: RunExamples) -> Floats:
         train = self.shop.runs.select(np.array(split.train, dtype=np.int64))
         seen, unseen = train.table["precision_label"].tolist(), test.table["precision_label"].tolist()
         names = sorted(set(seen))
         return TrainingPoints.of(train.graphs, seen, names).distances(test.graphs, unseen, names)
 
-    def calibrated(self, examples: Examples, half_width: pd.Series[float]) -> tuple[dict[str, Any], Shrinkage]:
+    def calibrated(
+        self, examples: Examples, half_width: pd.Series[float], network_errors: Mapping[str, float]
+    ) -> tuple[dict[str, Any], Shrinkage]:
         """What a few runs of every held-out source are worth, and the shrinkage that is best for all."""
-        sources, start = [], 0
+        sources, start, trusted = [], 0, set(examples.trusted)
         for split in self.splits:
-            known = set(examples.trusted)
-            trusted = [row for row in split.test if row in known]
-            rows = np.array(trusted, dtype=np.int64)
+            rows = np.array([row for row in split.test if row in trusted], dtype=np.int64)
             jobs = tuple(job for row in rows if (job := examples.measurements[row].job) is not None)
             own = np.array(half_width.tolist()[start : start + len(rows)])
             network = trained(self.tasks[split.name], self.shop)
-            sources.append(HeldOutSource(split.name, network, self.shop.runs.select(rows), jobs, own))
+            process = self.processes[split.name]
+            blend = self.regression.blend.model_copy(update={"network_error": network_errors[split.name]})
+            known = MeasuredRuns(process, blend) if process else None
+            sources.append(HeldOutSource(split.name, network, known, self.shop.runs.select(rows), jobs, own))
             start += len(rows)
         return calibrated_figures(sources)
 
@@ -133,8 +165,8 @@ def protocol_metrics(
 ) -> dict[str, Any]:
     """The figures of a protocol, the baselines' beside them, and the MAPE averaged over what P2 to P5 leave out.
 
-    ``held_out`` are its rows but those whose time is in doubt, ``known`` those of all protocols; no row's interval is
-    calibrated on a run of its own split.
+    ``held_out`` are its rows, blended, but those whose time is in doubt, ``known`` those of all protocols; no row's
+    interval is calibrated on a run of its own split. ``parts``: the errors of each of the two estimates alone.
     """
     table = held_out.rename(columns={"predicted_s": "predicted_iter_time_s"})
     half_width = left_out_half_widths(known, protocol.name, Interval().level).set_axis(table.index)
@@ -144,6 +176,7 @@ def protocol_metrics(
     table = table.join(_baselines(protocol, table, examples))
     figures = evaluation_metrics(table)
     figures["interval"] |= coverage_figures(table, half_width)
+    figures["parts"] = {name: _part_figures(table, f"{name}_s") for name in ("network", "runs")}
     predicted = {"network": "predicted_iter_time_s"} | {
         column.removeprefix(BASELINE_PREFIX).removesuffix("_s"): column
         for column in table.columns
@@ -155,6 +188,33 @@ def protocol_metrics(
             for name, column in predicted.items()
         }
     return figures
+
+
+def _part_figures(table: pd.DataFrame, column: str) -> dict[str, Any]:
+    sources = table["source_id"].tolist()
+    return error_figures(table["iter_time_s"], table[column]) | {
+        "macro_mape_by_source_percent": macro_mape(table["iter_time_s"], table[column], sources)
+    }
+
+
+def network_error_of(jobs: pd.DataFrame) -> float:
+    """The network's error under which these held-out rows are estimated best; a usual one without rows."""
+    if jobs.empty:
+        return Blend().network_error
+    columns = ("network_s", "runs_s", "iter_time_s")
+    network, runs, measured = (np.log(jobs[column].to_numpy(float)) for column in columns)
+    return best_network_error(network, runs, jobs["runs_deviation"].to_numpy(float), measured)
+
+
+def blended(held_out: pd.DataFrame, errors: Mapping[str, float]) -> pd.DataFrame:
+    """Held-out rows with ``predicted_s``, ``log_error`` (of measured over predicted) and ``spread``."""
+    log_network, log_runs = np.log(held_out["network_s"].to_numpy(float)), np.log(held_out["runs_s"].to_numpy(float))
+    spread, deviation = held_out["network_spread"].to_numpy(float), held_out["runs_deviation"].to_numpy(float)
+    error = np.asarray(held_out["split"].map(errors), dtype=np.float64)
+    corrections = weighed(log_network, spread, log_runs, deviation, error)
+    log_predicted = log_network + corrections.log_factor
+    log_error = np.log(held_out["iter_time_s"].to_numpy(float)) - log_predicted
+    return held_out.assign(predicted_s=np.exp(log_predicted), log_error=log_error, spread=corrections.spread)
 
 
 def doubtful_figures(held_out: pd.DataFrame) -> dict[str, Any]:
@@ -187,9 +247,3 @@ def interval_of(known: pd.DataFrame, there: Interval) -> Interval:
         return there
     factor = conformal_factor(jobs["log_error"].to_numpy(float), jobs["spread"].to_numpy(float), there.level)
     return there.model_copy(update={"low": factor, "high": factor, "by_distance": fit_widening(known, there.level)})
-
-
-def log_errors(predicted: pd.Series[float], measured: pd.Series[float]) -> Floats:
-    """Natural logarithm of predicted over measured."""
-    errors: Floats = np.log(predicted.to_numpy(float) / measured.to_numpy(float))
-    return errors

@@ -17,6 +17,7 @@ import numpy as np
 
 from dataset_builder.job.schema import TrainingJob
 from gnn_predictor.adapter import GROUPS, Shrinkage, job_point, width_factor
+from gnn_predictor.blending import MeasuredRuns
 from gnn_predictor.calibration import Fit, Floats, Mask, TimedRuns, fit, fit_mode, left_out_errors
 from gnn_predictor.dataset import RunExamples
 from gnn_predictor.domain import domain_of, outside
@@ -34,10 +35,11 @@ GRID = tuple(
 
 @dataclass(frozen=True)
 class HeldOutSource:
-    """A source, the network that never saw it, and of every row the half-width (logarithm) of its interval."""
+    """A source, the predictor that never saw it, and of every row the half-width (logarithm) of its interval."""
 
     name: str
     network: Ensemble
+    known: MeasuredRuns | None
     runs: RunExamples
     jobs: tuple[TrainingJob, ...]
     half_width: Floats
@@ -102,7 +104,8 @@ def _draw(source: HeldOutSource, chosen: Any, others: Any) -> Draw:
 def _timed(source: HeldOutSource, rows: Any) -> TimedRuns:
     runs = source.runs.select(rows)
     seconds, groups = runs.table["iter_time_s"].tolist(), runs.table["job_group"].tolist()
-    return TimedRuns.of(source.network, runs.graphs, seconds, [job_point(source.jobs[row]) for row in rows], groups)
+    points = [job_point(source.jobs[row]) for row in rows]
+    return TimedRuns.of(source.network, runs.graphs, seconds, points, groups, source.known)
 
 
 def calibrated_figures(sources: Sequence[HeldOutSource]) -> tuple[dict[str, Any], Shrinkage]:

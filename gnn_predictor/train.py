@@ -54,6 +54,7 @@ from dataset_builder.job.errors import JobError
 from gnn_predictor import ranks
 from gnn_predictor.adapter import Shrinkage
 from gnn_predictor.baselines import write_reference
+from gnn_predictor.blending import Blend
 from gnn_predictor.card import model_card
 from gnn_predictor.checkpoint import (
     Checkpoint,
@@ -69,6 +70,7 @@ from gnn_predictor.examples import ExampleLimits, Examples, load_examples
 from gnn_predictor.features import FEATURE_HASH
 from gnn_predictor.finetune import known_devices, start_from
 from gnn_predictor.fitting import FitSettings
+from gnn_predictor.gaussian_process import GaussianProcess
 from gnn_predictor.graph_store import GROUP
 from gnn_predictor.interval import Interval
 from gnn_predictor.memory_fit import learn_memory
@@ -77,11 +79,14 @@ from gnn_predictor.network import Ensemble, NetworkConfig
 from gnn_predictor.protocols import (
     NAMES,
     Protocol,
+    blended,
     doubtful_figures,
     interval_of,
+    network_error_of,
     protocol_metrics,
     protocol_splits,
 )
+from gnn_predictor.run_regression import RunRegression
 from gnn_predictor.tracking import Tracker
 from gnn_predictor.widening import joined, left_out_half_widths, read_held_out, write_held_out
 
@@ -147,12 +152,14 @@ def run_training(settings: Settings) -> Path:
     directory = Path(settings.work) / _identity(config, examples)
     shop = Workshop(config, examples.runs, examples.operators, directory, settings.workers)
     blind_shop = replace(shop, runs=examples.blind_runs) if examples.blind_runs else None
+    known_runs = start.measured_runs if start else None
+    regression = RunRegression.of(examples.runs, settings.fit.source_power, settings.fit.seed, known_runs)
     if start is not None:
         shop = replace(shop, start=start_from(start, config))
         blind_shop = replace(blind_shop, start=start_from(start, config, blind=True)) if blind_shop else None
     protocols = [
         Protocol.plan(name, protocol_splits(name, examples, settings.protocols.folds), shop, blind_shop,
-                      settings.fit, settings.protocols.members)
+                      settings.fit, settings.protocols.members, regression)
         for name in settings.protocols.names
     ]  # fmt: skip
     final = _final_tasks(settings, examples)
@@ -168,10 +175,13 @@ def run_training(settings: Settings) -> Path:
         if not ranks.is_leader():
             return Path(settings.output)
         _log_histories(tracker, histories, settings.fit.epochs)
-        held_out = {protocol.name: protocol.held_out() for protocol in protocols}
-        trusted = {name: rows[rows["doubt"] == ""].reset_index(drop=True) for name, rows in held_out.items()}
         # Rows of networks that are about to be replaced say nothing of the new ones.
         there = read_held_out(Path(settings.output)) if not final else read_held_out(None)
+        estimates = {protocol.name: protocol.held_out() for protocol in protocols}
+        jobs = _unseen_jobs(estimates, there)
+        network_errors = {protocol.name: protocol.network_errors(jobs) for protocol in protocols}
+        held_out = {name: blended(rows, network_errors[name]) for name, rows in estimates.items()}
+        trusted = {name: _trusted(rows) for name, rows in held_out.items()}
         known = joined(there, list(trusted.values()))
         metrics: dict[str, Any] = {}
         shrinkage = None
@@ -180,17 +190,28 @@ def run_training(settings: Settings) -> Path:
             metrics[protocol.name]["doubtful"] = doubtful_figures(held_out[protocol.name])
             if protocol.name == "P5":
                 half_width = left_out_half_widths(known, "P5", Interval().level)
-                metrics["P5"]["calibrated"], shrinkage = protocol.calibrated(examples, half_width)
+                metrics["P5"]["calibrated"], shrinkage = protocol.calibrated(examples, half_width, network_errors["P5"])
             tracker.log_predictions(held_out[protocol.name], protocol.name)
             tracker.summarize({f"{protocol.name}/mape_percent": metrics[protocol.name]["mape_percent"]})
             if protocol.name == "P1":
                 metrics["operators"] = protocol.unseen_operators()
         blind_weights = dict(trained(final_blind, blind_shop).state_dict()) if blind_shop and final_blind else None
         network = trained(final, shop) if final else None
-        weights = _Weights(network, blind_weights, shrinkage)
+        process = regression.fit(examples.trusted) if final else None
+        blend = regression.blend.model_copy(update={"network_error": network_error_of(jobs)})
+        weights = _Weights(network, blind_weights, shrinkage, process, blend)
         path = _write(settings, config, examples, weights, metrics, known)
         tracker.log_checkpoint(path, {"corpus": examples.corpus_hash})
     return path
+
+
+def _unseen_jobs(estimates: Mapping[str, pd.DataFrame], there: pd.DataFrame) -> pd.DataFrame:
+    """P1's held-out rows, of this training or of the checkpoint that is there."""
+    return _trusted(estimates["P1"]) if "P1" in estimates else there[there["protocol"] == "P1"]
+
+
+def _trusted(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows[rows["doubt"] == ""].reset_index(drop=True)
 
 
 def _identity(config: NetworkConfig, examples: Examples) -> str:
@@ -215,11 +236,14 @@ def _log_histories(tracker: Tracker, histories: Mapping[str, list[dict[str, floa
 
 @dataclass(frozen=True)
 class _Weights:
-    """What was fitted: the released networks and B3, if any are to be released, and how calibration shrinks."""
+    """What was fitted: the released networks and B3, if any are to be released, how calibration shrinks, the measured
+    runs that are released with the networks, and how they are blended."""
 
     network: Ensemble | None
     blind: Mapping[str, Tensor] | None
     shrinkage: Shrinkage | None
+    process: GaussianProcess | None
+    blend: Blend
 
 
 def _write(
@@ -250,11 +274,13 @@ def _write(
                 "runs": len(examples.trusted),
                 **({"finetune_from": settings.finetune_from} if settings.finetune_from else {}),
             },
+            blend=weights.blend,
             interval=interval_of(known, Interval()),
             memory=memory,
         )
         metrics = {**metrics, "memory": memory_figures}
-        checkpoint = Checkpoint(description, dict(weights.network.state_dict()), metrics, blind=weights.blind)
+        tensors = dict(weights.network.state_dict())
+        checkpoint = Checkpoint(description, tensors, metrics, blind=weights.blind, process=weights.process)
     else:
         there = load_checkpoint(settings.output)
         network_there = NetworkConfig(**{**there.config.network, "devices": tuple(there.config.network["devices"])})
@@ -263,7 +289,7 @@ def _write(
                 f"checkpoint {settings.output}: its network or corpus is not this configuration's; train it again first"
             )
         interval = interval_of(known, there.config.interval)
-        description = there.config.model_copy(update={"interval": interval})
+        description = there.config.model_copy(update={"interval": interval, "blend": weights.blend})
         checkpoint = replace(there, config=description, metrics={**there.metrics, **metrics})
     if weights.shrinkage is not None:
         description = checkpoint.config.model_copy(update={"shrinkage": weights.shrinkage})

@@ -20,7 +20,9 @@ from sklearn.isotonic import IsotonicRegression
 from gnn_predictor.interval import Knots, half_width_in_spreads
 
 HELD_OUT_FILE = "held_out.parquet"
-COLUMNS = ("protocol", "split", "run_id", "log_error", "spread", "distance")
+# Beside what the interval is calibrated on, both estimates and the measured time, which the blend is fitted to.
+ESTIMATES = ("iter_time_s", "network_s", "runs_s", "runs_deviation")
+COLUMNS = ("protocol", "split", "run_id", "log_error", "spread", "distance", *ESTIMATES)
 _MOST_BINS = 12
 _LEAST_ROWS_OF_BIN = 40
 
