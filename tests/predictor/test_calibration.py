@@ -55,7 +55,7 @@ def runs(job_of: JobOf, base: Checkpoint) -> TimedRuns:
     jobs = _jobs(job_of)
     graphs = [featurize(job, build_graph(job), rank_layout(job)) for job in jobs]
     names = [str(index) for index in range(len(jobs))]
-    timed = TimedRuns.of(network_of(base)[0], graphs, [1.0] * len(jobs), [job_point(job) for job in jobs], names)
+    timed = TimedRuns.of(network_of(base)[0], graphs, [1.0] * len(jobs), [job_point(job) for job in jobs], names, None)
     return replace(timed, log_measured=-timed.log_errors(_theta()))
 
 

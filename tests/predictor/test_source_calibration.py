@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ def source_of(job_of: Callable[..., TrainingJob], untrained: Path) -> Callable[.
         )
         graphs = tuple(featurize(job, build_graph(job), rank_layout(job)) for job in jobs)
         half_width = np.full(len(jobs), 0.6)
-        return HeldOutSource(name, network_of(checkpoint)[0], RunExamples(table, graphs), tuple(jobs), half_width)
+        network, runs = network_of(checkpoint)[0], RunExamples(table, graphs)
+        return HeldOutSource(name, network, None, runs, tuple(jobs), half_width)
 
     return build
 
@@ -74,9 +76,9 @@ def test_an_offset_of_a_source_is_found_with_a_strength_of_the_others(
 
 def test_a_source_of_few_rows_or_one_job_is_not_judged(source_of: Any) -> None:
     source = source_of("slower", 1.5)
-    few = HeldOutSource("few", source.network, source.runs.select(np.arange(4)), source.jobs[:4], source.half_width[:4])
+    few = replace(source, runs=source.runs.select(np.arange(4)), jobs=source.jobs[:4], half_width=source.half_width[:4])
     alone = RunExamples(source.runs.table.assign(job_group="g"), source.runs.graphs)
-    one = HeldOutSource("one", source.network, alone, source.jobs, source.half_width)
+    one = replace(source, runs=alone)
     figures, chosen = calibrated_figures([few, one])
     assert figures["by_source"] == {}
     assert figures["macro_mape_percent"] is None
