@@ -44,6 +44,7 @@ def model_card(checkpoint: Checkpoint) -> str:
 
 Predicts the time of one training iteration of a transformer, and of every pipeline stage, from a job file.
 A graph neural network over the training graph gives seconds per kernel and message; a pipeline schedule adds them up.
+What measured runs of like jobs took draws the sum, by a Gaussian process over whole jobs, the more the nearer they are.
 
 - Intended use: planning and comparing training jobs before they run, at any mix of floating-point formats.
 - Not intended: inference serving, models that are not transformers, jobs far outside the ranges below (such a
@@ -81,11 +82,12 @@ def figures(metrics: Mapping[str, Any]) -> str:
             _percent(each["median_ape_percent"]),
             _percent(each["macro_mape_by_source_percent"]),
             _percent(each.get("macro_mape_over_left_out_percent", {}).get("network")),
+            *(_percent(each.get("parts", {}).get(part, {}).get("mape_percent")) for part in ("network", "runs")),
             *(_percent(each["baselines"].get(baseline, {}).get("mape_percent")) for baseline in baselines),
         ]
         for name, each in protocols.items()
     ]
-    averages = ["MAPE", "median", "over sources", "over what is unseen"]
+    averages = ["MAPE", "median", "over sources", "over what is unseen", "network alone", "runs alone"]
     head = ["held out", "runs", *averages, *(f"{name} MAPE" for name in baselines)]
     ranking = ranking_sentence(metrics.get("P1", {}).get("layout_ranking"))
     return _table(head, rows) + ranking + memory_sentence(metrics.get("memory"))

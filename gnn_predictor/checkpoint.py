@@ -46,6 +46,7 @@ from gnn_predictor.features import FEATURE_HASH
 from gnn_predictor.gaussian_process import GaussianProcess
 from gnn_predictor.interval import Interval
 from gnn_predictor.memory import MemoryFit
+from gnn_predictor.whole_job import OF_THE_GRAPH
 
 _T = TypeVar("_T")
 
@@ -109,7 +110,7 @@ def _load(directory: Path, stamps: tuple[int | None, ...]) -> Checkpoint:
     config = _read_config(directory)
     tensors, metrics = _read_tensors(directory), _read_metrics(directory)
     points = _read_object(directory, POINTS_FILE, TrainingPoints.from_tensors)
-    process = _read_object(directory, RUNS_FILE, GaussianProcess.from_tensors)
+    process = _read_object(directory, RUNS_FILE, functools.partial(_process, config))
     return Checkpoint(config, tensors, metrics, directory, _read_blind(directory), points, process)
 
 
@@ -210,6 +211,15 @@ def _read_blind(directory: Path) -> dict[str, torch.Tensor] | None:
     return _read_tensors(directory, BLIND_FILE) if (directory / BLIND_FILE).exists() else None
 
 
+def _process(config: CheckpointConfig, tensors: Mapping[str, torch.Tensor]) -> GaussianProcess:
+    """ValueError when it asks for a coordinate that these features do not have."""
+    process = GaussianProcess.from_tensors(tensors)
+    features = sum(config.network.get(f"{part}_features", 0) for part in ("workload", "hardware", "software"))
+    if len(process.kernel.columns) and int(process.kernel.columns.max()) >= features + OF_THE_GRAPH:
+        raise ValueError("columns")
+    return process
+
+
 def _read_object(directory: Path, name: str, from_tensors: Callable[[Mapping[str, torch.Tensor]], _T]) -> _T | None:
     """What a file's tensors make; ``None`` without the file, for a checkpoint predicts without either of them."""
     if not (directory / name).exists():
@@ -217,7 +227,7 @@ def _read_object(directory: Path, name: str, from_tensors: Callable[[Mapping[str
     tensors = _read_tensors(directory, name)
     try:
         return from_tensors(tensors)
-    except (KeyError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {directory / name}: {error} is missing or has another shape") from None
 
 

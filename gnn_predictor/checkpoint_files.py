@@ -61,7 +61,7 @@ def check_files(path: str | os.PathLike[str] | None = None) -> None:
     read_versioned(directory)
     if (directory / METRICS_FILE).exists():
         read_json(directory, METRICS_FILE)
-    for name in (MODEL_FILE, BLIND_FILE, POINTS_FILE):
+    for name in (MODEL_FILE, BLIND_FILE, POINTS_FILE, RUNS_FILE):
         if name == MODEL_FILE or (directory / name).exists():
             _check_header(directory, name)
 

@@ -184,10 +184,19 @@ class GaussianProcess:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> GaussianProcess:
-        """The inverse of :meth:`tensors`; KeyError when one is missing."""
+        """The inverse of :meth:`tensors`; KeyError when one is missing, ValueError when their shapes do not agree."""
         plain = {name: each.double() if each.is_floating_point() else each.long() for name, each in tensors.items()}
         kernel = Kernel(**{field.name: plain[field.name] for field in fields(Kernel)})
-        return cls(kernel, *(plain[name] for name in ("points", "codes", "targets", "pulls")))
+        points, codes, targets, pulls = (plain[name] for name in ("points", "codes", "targets", "pulls"))
+        runs, coordinates, kernels = len(points), len(kernel.columns), len(kernel.variances)
+        expected = {
+            "points": (runs, coordinates), "codes": (runs, 2), "targets": (runs,), "pulls": (runs,),
+            "weights": (kernels, coordinates), "category_weights": (kernels, 2), "noise": (), "mean": (),
+        }  # fmt: skip
+        wrong = [name for name, shape in expected.items() if tuple(plain[name].shape) != shape]
+        if wrong or not runs or not kernels or bool((kernel.columns < 0).any()):
+            raise ValueError(", ".join(wrong) or "points")
+        return cls(kernel, points, codes, targets, pulls)
 
 
 def _stored(tensor: Tensor) -> Tensor:

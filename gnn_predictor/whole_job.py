@@ -18,6 +18,7 @@ from gnn_predictor.features import KIND_COLUMNS, NUM_SLOTS, SLOTS, FloatArray, G
 from gnn_predictor.network import HOST_LAUNCH_S, KERNEL_LAUNCH_S, STARTING_SLOWDOWN, STEP_OVERHEAD_S
 
 _ONCE_AN_ITERATION = tuple(SLOTS.index(name) for name in ("optimizer", "comm_iteration"))
+OF_THE_GRAPH = KIND_COLUMNS.stop + NUM_SLOTS + 4  # coordinates beside the network's inputs of the whole job
 _HIDDEN = 0.4  # of a message that something can run beside
 _LEAST_SHARE, _LEAST_S = 1e-4, 1e-12
 

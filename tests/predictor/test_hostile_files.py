@@ -184,7 +184,12 @@ def test_a_pickle_that_poses_as_a_checkpoint_is_never_run(make: object, untraine
     assert not trap.exists()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "metrics.json", "training_points.safetensors"])
+_CHECKPOINT_FILES = (
+    "model.safetensors", "config.json", "metrics.json", "training_points.safetensors", "measured_runs.safetensors",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _CHECKPOINT_FILES)
 def test_a_pickle_that_poses_as_a_checkpoint_is_refused_in_little_memory(
     name: str, untrained: Path, tmp_path: Path
 ) -> None:
