@@ -19,6 +19,9 @@ from gnn_predictor.network import HOST_LAUNCH_S, KERNEL_LAUNCH_S, STARTING_SLOWD
 
 _ONCE_AN_ITERATION = tuple(SLOTS.index(name) for name in ("optimizer", "comm_iteration"))
 OF_THE_GRAPH = KIND_COLUMNS.stop + NUM_SLOTS + 4  # coordinates beside the network's inputs of the whole job
+# A rank's idle time over that of 1F1B, with backward passes twice as long as forward passes, half of it for the weights
+# (Qi et al. 2023, arXiv 2401.10241, table 2; DeepSeek-V3, arXiv 2412.19437, table 2, of many ranks).
+_BUBBLE = {"zero_bubble": 1 / 3, "zero_bubble_2p": 0.0, "zero_bubble_v": 0.0, "dualpipe": 1 / 3, "dualpipe_v": 1 / 3}
 _HIDDEN = 0.4  # of a message that something can run beside
 _LEAST_SHARE, _LEAST_S = 1e-4, 1e-12
 
@@ -73,5 +76,10 @@ def _physical_s(
     microbatches, iteration = (
         max(float(device[part].sum()), float(launches[part].sum()) * HOST_LAUNCH_S) for part in (~once, once)
     )
-    bubble = (len(graph.stage_class) - 1) / graph.virtual_pipeline
+    bubble = _BUBBLE.get(graph.schedule, 1.0) * (len(graph.stage_class) - 1) / _chunks(graph)
     return microbatches * (1 + bubble / graph.num_microbatches) + iteration + STEP_OVERHEAD_S
+
+
+def _chunks(graph: GraphArrays) -> int:
+    """Into how many pieces a rank's layers are split so that its pipeline fills sooner."""
+    return graph.virtual_pipeline if graph.schedule == "interleaved" else 1
