@@ -55,12 +55,12 @@ _SHORT_NAMES = 24
 def draw(held_out: pd.DataFrame, reference: pd.DataFrame, folder: Path) -> list[Path]:
     """Writes the pictures; returns their paths.
 
-    ``held_out``: rows of :mod:`gnn_predictor.widening`; ``reference``: the measured times of the same runs.
+    ``held_out``: rows of :mod:`gnn_predictor.widening`; ``reference``: what the same runs are.
     """
     import matplotlib
 
     matplotlib.use("Agg")
-    columns = ["source_id", "precision", "iter_time_s"]
+    columns = ["source_id", "precision"]
     rows = held_out.join(reference.set_index("run_id")[columns], on="run_id", how="inner")
     rows["error_percent"] = 100.0 * np.expm1(-rows["log_error"]).abs()
     with matplotlib.rc_context(_STYLE):

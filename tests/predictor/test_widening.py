@@ -19,6 +19,7 @@ from gnn_predictor.distance import TrainingPoints
 from gnn_predictor.interval import Interval, half_width_in_spreads
 from gnn_predictor.prediction import predict
 from gnn_predictor.widening import (
+    ESTIMATES,
     coverage_figures,
     fit_widening,
     joined,
@@ -40,6 +41,7 @@ def _rows(seed: int, growth: float = 2.0, count: int = 3000) -> pd.DataFrame:
             "log_error": generator.laplace(0.0, spread * (1.0 + growth * distance)),
             "spread": spread,
             "distance": distance,
+            **{name: np.ones(count) for name in ESTIMATES},
         }
     )
     return table.assign(split=table["protocol"] + "-" + pd.Series(generator.integers(0, 5, count)).astype(str))
