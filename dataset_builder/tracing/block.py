@@ -124,7 +124,7 @@ def record_block(structure: BlockStructure, sizes: Mapping[str, int], fake: bool
     recorder = Recorder()
     with fake_training(fake), cuda_autocast_on_cpu() as rules:
         context = BlockContext(structure, sizes, rules, recorder)
-        recording, run = _build(context)
+        recording, run = _build(context, recorder)
         cast = torch.autocast("cpu", TORCH_DTYPE[structure.compute]) if structure.autocast else contextlib.nullcontext()
         with recorder, cast:
             output: Tensor = run()
@@ -168,8 +168,8 @@ class _Run:
         return out
 
 
-def _build(context: BlockContext) -> tuple[Recording, _Run]:
-    structure, sizes, recorder = context.structure, context.sizes, context.recorder
+def _build(context: BlockContext, recorder: Recorder) -> tuple[Recording, _Run]:
+    structure, sizes = context.structure, context.sizes
     batch, hidden, local, full = sizes["b"], sizes["h"], context.local_length, context.full_length
 
     def activation(length: int) -> Tensor:

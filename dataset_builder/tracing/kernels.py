@@ -7,6 +7,7 @@ backward kernel computes the forward region's internals again from its inputs in
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Literal
 from dataset_builder.tracing.block import Recording
 from dataset_builder.tracing.graph import COLLECTIVES, Axis, EdgeKind, Phase
 from dataset_builder.tracing.recorder import RawOp, TensorRef
-from dataset_builder.tracing.structure import TWO_PASS_RECIPES, element_bytes
+from dataset_builder.tracing.structure import TWO_PASS_RECIPES, BlockStructure, element_bytes
 from dataset_builder.tracing.symbols import Polynomial, constant
 from dataset_builder.tracing.work import ATTENTION_BACKWARD_FACTOR
 
@@ -104,6 +105,13 @@ class _Group:
 def reduce_recording(recording: Recording, dimension: Dimension) -> Template:
     """The kernels of a recording; ``dimension`` turns a traced dimension into a polynomial."""
     return _Reducer(recording, dimension).template()
+
+
+def kernel_of(op: RawOp, structure: BlockStructure) -> Kernel | None:
+    """One operator alone as a kernel on its own sizes, so all polynomials are numbers; ``None``: scalars only."""
+    unfused = dataclasses.replace(structure, fused=False)
+    kernels = reduce_recording(Recording(unfused, [op]), constant).kernels
+    return kernels[0] if kernels else None
 
 
 class _Reducer:

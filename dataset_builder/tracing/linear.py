@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from dataset_builder.tracing.collectives import FlashAttention, ReduceFromTensor, ScatterSequence, apply, ops
 from dataset_builder.tracing.precision import TORCH_DTYPE, CudaAutocast
-from dataset_builder.tracing.recorder import Recorder, scope
+from dataset_builder.tracing.recorder import PlacingMode, scope
 from dataset_builder.tracing.structure import FORWARD_FORMAT, GRADIENT_FORMAT, BlockStructure
 
 AttentionRule = tuple[bool, int, bool, str]  # causal, window, dropout, input format
@@ -31,7 +31,7 @@ def traced_attention(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Te
 
 @dataclass(frozen=True)
 class BlockContext:
-    """What a block needs to know: structure, sizes, and the recorder and autocast rules of the trace.
+    """What a block needs to know: structure, sizes, who keeps the phase, and the autocast rules of the trace.
 
     ``attend`` is the flash kernel on [length, batch, heads, dimension]; who really runs a block brings a real one.
     """
@@ -39,7 +39,7 @@ class BlockContext:
     structure: BlockStructure
     sizes: Mapping[str, int]
     rules: CudaAutocast
-    recorder: Recorder
+    recorder: PlacingMode
     attend: Attend = traced_attention
 
     @property

@@ -96,16 +96,12 @@ class RawOp:
     attributes: dict[str, Any]
 
 
-class Recorder(TorchDispatchMode):
-    """The dispatch mode; ``phase`` is set by whoever runs the step."""
+class PlacingMode(TorchDispatchMode):
+    """A dispatch mode that knows where every operator stands; ``phase`` is set by whoever runs the step."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ops: list[RawOp] = []
         self.phase: Phase = "forward"
-        self.formats: dict[int, str] = {}  # storage -> format, where the torch dtype only stands in for it
-        self._kept: list[Any] = []  # storages, so that their ids are not used again (tensors would change autograd)
-        self._rows: dict[int, int] = {}  # storage -> columns of the tensor it was made for
         self._scope_of_node: dict[int, Scope] = {}
         self._last_scope = Scope()
 
@@ -118,18 +114,8 @@ class Recorder(TorchDispatchMode):
         finally:
             self.phase = outer
 
-    def ref(self, tensor: torch.Tensor) -> TensorRef:
-        storage = tensor.untyped_storage()
-        shape = tuple(1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        fmt = self.formats.get(storage._cdata, FORMAT_OF_DTYPE[tensor.dtype])
-        row = self._rows.setdefault(storage._cdata, tensor.shape[-1] if tensor.dim() else 1)
-        start = int(tensor.storage_offset()) % max(row, 1)
-        within = (
-            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride < row
-        )
-        return TensorRef(storage._cdata, shape, fmt, start, start + int(sum(within)) + 1)
-
-    def _place(self) -> Scope:
+    def place(self) -> Scope:
+        """Where the operator that is dispatched now stands."""
         node = torch._C._current_autograd_node()
         if self.phase != "backward":
             scope_now = _SCOPE.get()
@@ -143,45 +129,82 @@ class Recorder(TorchDispatchMode):
             self._last_scope = self._scope_of_node.get(node._sequence_nr(), self._last_scope)
         return self._last_scope
 
+
+def is_plain(types: Any) -> bool:
+    """Whether a mode sees the operator on these tensor types itself; subclasses take it apart first."""
+    return all(issubclass(kind, torch.nn.Parameter | FakeTensor) or kind is torch.Tensor for kind in types)
+
+
+def attributes_of(func: Any, args: Any) -> dict[str, Any]:
+    """What an operator of the own library is called with beside tensors."""
+    if not func._schema.name.startswith("precision_graph::"):
+        return {}
+    return {
+        argument.name: value
+        for argument, value in zip(func._schema.arguments, args, strict=False)
+        if not isinstance(value, torch.Tensor | list | tuple)
+    }
+
+
+def touched(
+    func: Any, args: Any, kwargs: Any, out: Any, ref: Callable[[torch.Tensor], TensorRef]
+) -> tuple[list[TensorRef], list[TensorRef]] | None:
+    """What an operator reads and writes; ``None`` when it does no work (views, allocations)."""
+    inputs = [ref(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.numel()]
+    outputs = [ref(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.numel()]
+    mutated = [
+        ref(value)
+        for argument, value in zip(func._schema.arguments, args, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        # torch's fused optimizers write gradients only when they unscale them
+        if not (argument.name == "grads" and kwargs.get("grad_scale") is None)
+        for value in tree_leaves(value)
+        if isinstance(value, torch.Tensor)
+    ]
+    sources = {each.storage for each in inputs}
+    is_view = not mutated and all(each.storage in sources for each in outputs)
+    if func._schema.name in _SKIPPED or is_view or not (outputs or mutated):
+        return None
+    seen = {(each.storage, each.shape) for each in outputs}
+    return inputs, outputs + [each for each in mutated if (each.storage, each.shape) not in seen]
+
+
+class Recorder(PlacingMode):
+    """Keeps every operator of a step on fake tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[RawOp] = []
+        self.formats: dict[int, str] = {}  # storage -> format, where the torch dtype only stands in for it
+        self._kept: list[Any] = []  # storages, so that their ids are not used again (tensors would change autograd)
+        self._rows: dict[int, int] = {}  # storage -> columns of the tensor it was made for
+
+    def ref(self, tensor: torch.Tensor) -> TensorRef:
+        storage = tensor.untyped_storage()
+        shape = tuple(1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        fmt = self.formats.get(storage._cdata, FORMAT_OF_DTYPE[tensor.dtype])
+        row = self._rows.setdefault(storage._cdata, tensor.shape[-1] if tensor.dim() else 1)
+        start = int(tensor.storage_offset()) % max(row, 1)
+        within = (
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride < row
+        )
+        return TensorRef(storage._cdata, shape, fmt, start, start + int(sum(within)) + 1)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        known = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-        if any(not issubclass(kind, known) for kind in types):
+        if not is_plain(types):
             return NotImplemented
         out = func(*args, **kwargs)
-        name = func._schema.name
-        place = self._place()
-        inputs = [self.ref(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.numel()]
-        out_tensors = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.numel()]
-        attributes = {}
-        if name.startswith("precision_graph::"):
-            attributes = {
-                argument.name: value
-                for argument, value in zip(func._schema.arguments, args, strict=False)
-                if not isinstance(value, torch.Tensor | list | tuple)
-            }
-            fmt = attributes.get("fmt")
-            if name in _FORMAT_KEEPING and inputs:
-                fmt = self.formats.get(inputs[0].storage)
-            if fmt is not None:
-                for tensor in out_tensors:
-                    self.formats[tensor.untyped_storage()._cdata] = fmt
-        outputs = [self.ref(t) for t in out_tensors]
-        mutated = [
-            self.ref(value)
-            for argument, value in zip(func._schema.arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-            # torch's fused optimizers write gradients only when they unscale them
-            if not (argument.name == "grads" and kwargs.get("grad_scale") is None)
-            for value in tree_leaves(value)
-            if isinstance(value, torch.Tensor)
-        ]
-        sources = {ref.storage for ref in inputs}
-        is_view = not mutated and all(ref.storage in sources for ref in outputs)
-        if name in _SKIPPED or is_view or not (outputs or mutated):
-            return out
-        seen = {(ref.storage, ref.shape) for ref in outputs}
-        outputs += [ref for ref in mutated if (ref.storage, ref.shape) not in seen]
-        self._kept += [t.untyped_storage() for t in out_tensors]
-        self.ops.append(RawOp(name, self.phase, place, inputs, outputs, attributes))
+        place = self.place()
+        tensors = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.numel()]
+        attributes = attributes_of(func, args)
+        fmt = attributes.get("fmt")
+        if func._schema.name in _FORMAT_KEEPING:
+            fmt = self.formats.get(args[0].untyped_storage()._cdata)
+        if fmt is not None:
+            self.formats |= {tensor.untyped_storage()._cdata: fmt for tensor in tensors}
+        refs = touched(func, args, kwargs, out, self.ref)
+        if refs is not None:
+            self._kept += [t.untyped_storage() for t in tensors]
+            self.ops.append(RawOp(func._schema.name, self.phase, place, *refs, attributes))
         return out
