@@ -1,9 +1,10 @@
 """``torchrun ... -m dataset_builder.benchmark [JOB ...] --output DIR``: measures on the devices at hand.
 
 Writes ``DIR/cluster.json`` (the device and its link as a job's ``cluster``), ``DIR/ops.csv`` and ``DIR/runs.csv`` (rows
-of the shared schema). Needs torch and numpy; a JOB that is a ``.yaml`` needs this package's other dependencies, so on a
-bare machine give it the plans that ``--plan FILE.json`` writes elsewhere. What is in the tables already is not measured
-again. NCCL on GPUs, gloo on CPUs. Exit codes: 0 ok, 2 bad usage or an invalid job, 4 the job cannot run here.
+of the shared schema); with ``--profile`` also ``DIR/nodes.csv``, the seconds of every node of the jobs' traced graphs.
+Needs torch and numpy; a JOB that is a ``.yaml`` needs this package's other dependencies, so on a bare machine give it
+the plans that ``--plan FILE.json`` writes elsewhere. What is in the tables already is not measured again. NCCL on GPUs,
+gloo on CPUs. Exit codes: 0 ok, 2 bad usage or an invalid job, 4 the job cannot run here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,16 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="everything in under 10 minutes on one GPU")
     parser.add_argument("--plan", type=Path, metavar="FILE.json", help="writes the jobs' plans and measures nothing")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="a few further steps of every job under torch.profiler: nodes.csv, the seconds of each node of its graph",
+    )
     options = parser.read(arguments)
     if (options.output is None) == (options.plan is None):
         parser.error("expected one of --output and --plan")
+    if options.profile and options.only and "steps" not in _listed(options.only):
+        parser.error("--profile: profiles the jobs' steps, which --only leaves out")
     if unknown := [part for part in _listed(options.only) if part not in _PARTS]:
         parser.error(f"--only: got {','.join(unknown)}; expected {','.join(_PARTS)}")
     return options
@@ -77,12 +85,23 @@ def plans_of(options: argparse.Namespace, cluster: dict[str, Any] | None) -> lis
             groups.append(read_plans(Path(name)))
             continue
         try:
-            from dataset_builder.measuring.job_plan import plan_of_file
+            from dataset_builder.measuring.job_plan import graph_of_file, plan_of_file
         except ModuleNotFoundError as error:
             hint = f"needs {error.name}; write its plan elsewhere with --plan FILE.json and measure that"
             raise JobError([hint], name) from None
-        groups.append([plan_of_file(name, {**overrides, "precision": each}) for each in _listed(options.precision)])
+        every = [{**overrides, "precision": each} for each in _listed(options.precision)]
+        graphs = [graph_of_file(name, each) if options.profile else None for each in every]
+        plans = [plan_of_file(name, each) for each in every]
+        groups.append([replace(plan, graph=graph) for plan, graph in zip(plans, graphs, strict=True)])
     return groups
+
+
+def check_graphs(groups: Sequence[Sequence[Any]]) -> None:
+    """Raises JobError unless every plan holds the graph whose nodes are to be labelled."""
+    without = dict.fromkeys(plan.name for group in groups for plan in group if plan.graph is None)
+    if without:
+        hint = "--profile: the plan holds no graph; give the job file, or a plan that was written with --plan --profile"
+        raise JobError([hint], ", ".join(without))
 
 
 @dataclass(frozen=True)
@@ -103,10 +122,14 @@ class _Places:
     def runs(self) -> Path:
         return self.output / "runs.csv"
 
+    @property
+    def nodes(self) -> Path:
+        return self.output / "nodes.csv"
+
 
 def _measure(options: argparse.Namespace) -> None:
     from dataset_builder.measuring import cluster as clusters
-    from dataset_builder.measuring import collectives, op_rows, operators, steps, table
+    from dataset_builder.measuring import collectives, op_rows, operators, profile, steps, table
     from dataset_builder.measuring.machine import cell
     from dataset_builder.measuring.plan import quick_plans
     from dataset_builder.measuring.world import join, leave
@@ -141,11 +164,15 @@ def _measure(options: argparse.Namespace) -> None:
         groups = plans_of(options, cluster) if "steps" in parts else []
         if options.quick and not options.jobs and machine.is_gpu:
             groups = [quick_plans(gpu, machine.formats)]
+        if options.profile:
+            check_graphs(groups)
         if groups:
             runs = opened(places.runs, table.RUN_COLUMNS)
             settings = steps.StepSettings(options.rounds, budget["steps"] / len(groups), options.most_uncertainty)
             for group in groups:
                 steps.measure_steps(group, world, runs, settings)
+                if options.profile:
+                    profile.label_nodes(group, world, runs, opened(places.nodes, table.NODE_COLUMNS))
     finally:
         leave()
 

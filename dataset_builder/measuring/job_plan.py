@@ -17,18 +17,34 @@ from dataset_builder.corpus.run_jobs import job_mapping
 from dataset_builder.job.errors import CannotRunError, JobError
 from dataset_builder.job.hardware import DeviceSpec, LinkSpec, device, link
 from dataset_builder.job.schema import SoftwareStack, TrainingJob
-from dataset_builder.measuring.plan import StepPlan
+from dataset_builder.measuring.plan import PlannedGraph, StepPlan
 from dataset_builder.measuring.table import Cell
 from dataset_builder.tracing.job_blocks import JobBlocks, job_blocks
 from dataset_builder.tracing.layout import RankLayout, rank_layout
+from dataset_builder.tracing.trace import build_graph
 
 _LINEAR_FORMATS = ("same", "fp8_current", "fp8_tensorwise", "fp8_rowwise")
 _OPTIMIZERS = ("adam", "adamw", "sgd", "none")
 
 
 def plan_of_file(path: str | Path, overrides: Mapping[str, Any]) -> StepPlan:
-    """The plan of a job file with key paths set; raises JobError."""
+    """The plan of a job file with key paths set, its graph left out; raises JobError."""
     return job_plan(TrainingJob.from_yaml(path, overrides))
+
+
+def graph_of_file(path: str | Path, overrides: Mapping[str, Any]) -> PlannedGraph:
+    """The graph of the job that :func:`plan_of_file` plans."""
+    return planned_graph(TrainingJob.from_yaml(path, overrides))
+
+
+def planned_graph(job: TrainingJob) -> PlannedGraph:
+    """The graph of what :func:`job_plan` plans."""
+    graph = build_graph(_in_pytorch(job))
+    stages = (
+        tuple((graph.nodes[index], float(repeats[index])) for index in repeats.nonzero()[0])
+        for repeats in graph.repeats
+    )
+    return PlannedGraph(graph.fingerprint, graph.tracer_version, tuple(stages))
 
 
 def job_plan(job: TrainingJob) -> StepPlan:

@@ -18,17 +18,20 @@ from torch.nn import functional
 from dataset_builder.tracing.collectives import define_operators
 from dataset_builder.tracing.linear import AttentionRule
 from dataset_builder.tracing.precision import TORCH_DTYPE
+from dataset_builder.tracing.recorder import scope
 
+ATTEND = "attend"
 _SCALED = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-    """torch's fused attention on [length, batch, heads, dimension]."""
+    """torch's fused attention on [length, batch, heads, dimension]; all that it runs has the region ``attend``."""
     is_causal, _, has_dropout, _ = rule
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-    out = functional.scaled_dot_product_attention(
-        q, k, v, dropout_p=0.1 if has_dropout else 0.0, is_causal=is_causal, enable_gqa=k.shape[1] != q.shape[1]
-    )
+    with scope("", ATTEND):
+        out = functional.scaled_dot_product_attention(
+            q, k, v, dropout_p=0.1 if has_dropout else 0.0, is_causal=is_causal, enable_gqa=k.shape[1] != q.shape[1]
+        )
     return out.permute(2, 0, 1, 3)
 
 

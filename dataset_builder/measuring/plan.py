@@ -15,9 +15,21 @@ from typing import Any
 
 from dataset_builder.job.errors import JobError
 from dataset_builder.measuring.table import Cell
+from dataset_builder.tracing.graph import OpNode
 from dataset_builder.tracing.structure import BlockStructure
 
 PLAN_VERSION = 1
+
+
+@dataclass(frozen=True)
+class PlannedGraph:
+    """The traced graph that a job's step is: of each pipeline stage the nodes it runs, in the order of their ids in the
+    file that ``dataset_builder.trace`` writes, each with its repeats.
+    """
+
+    fingerprint: str
+    tracer_version: str
+    stages: tuple[tuple[tuple[OpNode, float], ...], ...]
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,7 @@ class StepPlan:
     param_gather: str
     loss_scaling: bool
     optimizer: str
+    graph: PlannedGraph | None = None  # for labels of its nodes only
 
     @property
     def pipeline(self) -> int:
@@ -100,7 +113,16 @@ def quick_plans(gpu: str, formats: tuple[str, ...]) -> list[StepPlan]:
 def _plan(values: dict[str, Any]) -> StepPlan:
     stages = tuple(tuple((_structure(block), int(count)) for block, count in stage) for stage in values["stages"])
     blocks = {key: _structure(values[key]) for key in ("embedding", "head")}
-    return StepPlan(**{**values, **blocks, "stages": stages})
+    graph = _graph(values["graph"]) if values.get("graph") else None
+    return StepPlan(**{**values, **blocks, "stages": stages, "graph": graph})
+
+
+def _graph(values: dict[str, Any]) -> PlannedGraph:
+    stages = tuple(
+        tuple((OpNode(**{**node, "shape": tuple(node["shape"])}), float(repeats)) for node, repeats in stage)
+        for stage in values["stages"]
+    )
+    return PlannedGraph(values["fingerprint"], values["tracer_version"], stages)
 
 
 def _structure(values: dict[str, Any]) -> BlockStructure:

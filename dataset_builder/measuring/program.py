@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from dataset_builder.measuring.kernels import attend
+from dataset_builder.measuring.marks import StepMarker
 from dataset_builder.measuring.plan import StepPlan
 from dataset_builder.tracing.block import position_tables
 from dataset_builder.tracing.linear import BlockContext
 from dataset_builder.tracing.model import Embedding, Head, Layer
 from dataset_builder.tracing.precision import TORCH_DTYPE, CudaAutocast
-from dataset_builder.tracing.recorder import Recorder
+from dataset_builder.tracing.recorder import scope
 from dataset_builder.tracing.structure import BlockStructure
 
 _INITIAL_STD = 0.02
@@ -32,11 +33,12 @@ class Stage(nn.Module):
     def __init__(self, plan: StepPlan, stage: int, device: torch.device) -> None:
         super().__init__()
         self.rules = CudaAutocast()
+        self.index = stage
         self.is_first, self.is_last = stage == 0, stage == plan.pipeline - 1
-        recorder = Recorder()
+        self.marker = StepMarker()
 
         def context(structure: BlockStructure) -> BlockContext:
-            return BlockContext(structure, plan.sizes, self.rules, recorder, attend)
+            return BlockContext(structure, plan.sizes, self.rules, self.marker, attend)
 
         with torch.device(device):
             layers = [Layer(context(structure)) for structure, count in plan.stages[stage] for _ in range(count)]
@@ -59,8 +61,9 @@ class Stage(nn.Module):
         """Token ids [batch, length] at the first stage, activations [length, batch, hidden] at the others."""
         if self.embedding is not None:
             x = self.embedding(x, self.batch.positions, self.batch.types)
-        for layer in self.layers:
-            x = layer(x, self.tables)
+        for number, layer in enumerate(self.layers):
+            with scope(f"layer{number}"):
+                x = layer(x, self.tables)
         if self.head is None:
             return x
         loss: Tensor = self.head(x, self.batch.labels, self.batch.masked)

@@ -168,26 +168,34 @@ def _write(
     return 1
 
 
-def _row(plan: StepPlan, measured: _Measured, world: World, timing: Timing, facts: dict[str, str]) -> dict[str, Cell]:
+def provenance(plan: StepPlan, world: World, facts: dict[str, str]) -> dict[str, Cell]:
+    """Where a row of this plan comes from; ``facts``: the machine's state."""
     notes = [str(plan.row["notes"]), f"device={world.machine.name}", world.machine.versions]
     notes += [f"{key.rpartition('.')[2]}={value}" for key, value in facts.items() if "throttle" not in key]
-    phases = zip(("forward_s", "backward_s", "optimizer_s"), zip(*measured.stage_s, strict=True), strict=True)
-    label_info = [timing.scatter, f"steps={timing.count}"]
-    label_info += [f"rank_{key}={'|'.join(f'{seconds:.5g}' for seconds in ranks)}" for key, ranks in phases]
-    tokens_per_s = plan.tokens / timing.median_s / plan.num_ranks
-    return plan.row | {
+    return {
         "run_id": run_id(plan, world),
         "source_id": SOURCE_ID,
         "source": "dataset_builder.benchmark",
         "source_date": f"{datetime.now(UTC):%Y-%m-%d}",
         "license": LICENSE,
         "framework_version": torch.__version__,
+        "notes": "; ".join(notes),
+    }
+
+
+def _row(plan: StepPlan, measured: _Measured, world: World, timing: Timing, facts: dict[str, str]) -> dict[str, Cell]:
+    phases = zip(("forward_s", "backward_s", "optimizer_s"), zip(*measured.stage_s, strict=True), strict=True)
+    label_info = [timing.scatter, f"steps={timing.count}"]
+    label_info += [f"rank_{key}={'|'.join(f'{seconds:.5g}' for seconds in ranks)}" for key, ranks in phases]
+    tokens_per_s = plan.tokens / timing.median_s / plan.num_ranks
+    return {
+        **plan.row,
+        **provenance(plan, world, facts),
         "iter_time_s": timing.median_s,
         "tokens_per_s_per_gpu": tokens_per_s,
         "samples_per_s": plan.sequences / timing.median_s,
         "peak_mem_gb": measured.peak_bytes / 1e9 if measured.peak_bytes else None,
         "measured_field": "iter_time_s",
         "derivation": f"{timing.how}; {measured.in_turn} precisions in turn",
-        "notes": "; ".join(notes),
         "label_info": "; ".join(label_info),
     }

@@ -10,7 +10,7 @@ import csv
 import io
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 RUN_COLUMNS = (
@@ -26,6 +26,11 @@ OP_COLUMNS = (
     "op_id", "source_id", "source", "license", "gpu", "op", "op_detail", "direction", "dtype", "dtype_out",
     "dtype_accum", "b", "m", "n", "k", "shape", "bytes", "num_gpus", "gpus_per_node", "intra_node", "inter_node",
     "latency_us", "stat", "tflops", "gbps", "notes",
+)  # fmt: skip
+NODE_COLUMNS = (
+    "run_id", "source_id", "source", "source_date", "license", "framework", "framework_version", "gpu", "rank", "stage",
+    "fingerprint", "tracer_version", "node", "kind", "op", "module", "phase", "shape", "input_dtype", "output_dtype",
+    "axis", "group_size", "time_s", "executions", "expected_executions", "steps", "match", "reason", "notes",
 )  # fmt: skip
 SOURCE_ID = "benchmark"
 LICENSE = "own measurement"
@@ -62,22 +67,40 @@ class MeasurementTable:
 
     def append(self, row: Mapping[str, Cell]) -> None:
         """Writes a row through to the disk; raises ValueError for a key that is no column or a time that is none."""
+        self._append(self._cells(row))
+        self.known.add(str(row[self.columns[0]]))
+
+    def append_together(self, rows: Sequence[Mapping[str, Cell]]) -> None:
+        """Rows that say something only together: all of them are on the disk, or none. Raises as :meth:`append`."""
+        lines = "".join(_line(self._cells(row)) for row in rows)
+        partial = self.path.with_name(f"{self.path.name}.partial")
+        with partial.open("wb") as file:
+            file.write(self.path.read_bytes() + lines.encode("utf-8"))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self.path)
+        self.known |= {str(row[self.columns[0]]) for row in rows}
+
+    def _cells(self, row: Mapping[str, Cell]) -> tuple[str, ...]:
         if unknown := set(row) - set(self.columns):
             raise ValueError(f"{sorted(unknown)} are no columns")
-        for key in ("iter_time_s", "latency_us"):
+        for key in ("iter_time_s", "latency_us", "time_s"):
             value = row.get(key)
             if key in row and not (isinstance(value, float) and 0 < value < math.inf):
                 raise ValueError(f"{key}: {value} is not a time")
-        self._append(tuple(_text(row.get(column)) for column in self.columns))
-        self.known.add(str(row[self.columns[0]]))
+        return tuple(_text(row.get(column)) for column in self.columns)
 
     def _append(self, cells: tuple[str, ...]) -> None:
-        line = io.StringIO()
-        csv.writer(line, lineterminator="\n").writerow(cells)
         with self.path.open("a", encoding="utf-8", newline="") as file:
-            file.write(line.getvalue())
+            file.write(_line(cells))
             file.flush()
             os.fsync(file.fileno())
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(cells)
+    return line.getvalue()
 
 
 def _text(value: Cell) -> str:

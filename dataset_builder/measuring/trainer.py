@@ -25,7 +25,9 @@ from dataset_builder.measuring.kernels import RealKernels
 from dataset_builder.measuring.plan import StepPlan
 from dataset_builder.measuring.program import Stage, computing
 from dataset_builder.measuring.world import World
+from dataset_builder.tracing.graph import Phase
 from dataset_builder.tracing.precision import TORCH_DTYPE
+from dataset_builder.tracing.recorder import scope
 
 _LEARNING_RATE = 1e-6
 _HOOKS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
@@ -79,10 +81,11 @@ class _TimedStage(PipelineStage):
         return sum(span.seconds()[0] for span in spans)
 
     @contextlib.contextmanager
-    def _span(self, phase: str) -> Iterator[None]:
+    def _span(self, phase: Phase) -> Iterator[None]:
         clock = _Clock(self.device.type == "cuda")
         clock.mark()
-        yield
+        with cast(Stage, self.submod).marker.passing(phase):
+            yield
         clock.mark()
         self.spans[phase].append(clock)
 
@@ -172,14 +175,14 @@ class Trainer:
         """One optimizer step."""
         clock = _Clock(self.device.type == "cuda")
         clock.mark()
-        self.optimizer.zero_grad(set_to_none=not self.plan.embedding.accumulate)
+        with self.stage.marker.passing("optimizer"), scope("optimizer.zero_gradient"):
+            self.optimizer.zero_grad(set_to_none=not self.plan.embedding.accumulate)
         loss = self._microbatches(clock) if self.pipe is None else self._pipelined(clock)
-        self._reduce_outside_autograd()
+        with self.stage.marker.passing("backward"):
+            self._reduce_outside_autograd()
         if self.plan.optimizer != "none":
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+            with self.stage.marker.passing("optimizer"):
+                self._update()
         clock.mark()
         self.stage.rules.clear()
         kernels.forget()
@@ -195,14 +198,24 @@ class Trainer:
             loss=float(loss),
         )
 
+    def _update(self) -> None:
+        with scope("optimizer.unscale"):
+            self.scaler.unscale_(self.optimizer)
+        with scope("optimizer.clip"):
+            nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+        with scope("optimizer.update"):
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
     def _microbatches(self, clock: _Clock) -> Tensor:
         count = self.plan.num_microbatches
         for index in range(count):
             with self._without_reduction(index < count - 1):
-                with computing(self.plan, self.device):
+                with self.stage.marker.passing("forward"), computing(self.plan, self.device):
                     loss: Tensor = self.module(self.stage.batch.ids)
                 clock.mark()
-                self.scaler.scale(loss / count).backward()
+                with self.stage.marker.passing("backward"):
+                    self.scaler.scale(loss / count).backward()
                 clock.mark()
             self.stage.rules.clear()
         return loss.detach()
@@ -237,10 +250,12 @@ class Trainer:
         """What neither DDP nor FSDP2 sums: a pipeline stage's copies, and norms under sequence parallelism."""
         plan = self.plan
         if plan.pipeline > 1 and plan.data > 1:
-            _sum_gradients(list(self.stage.parameters()), self.groups["data"], TORCH_DTYPE[plan.grad_reduce])
+            with scope("data"):
+                _sum_gradients(list(self.stage.parameters()), self.groups["data"], TORCH_DTYPE[plan.grad_reduce])
         if plan.tensor > 1 and plan.embedding.sequence_parallel:
             norms = [p for name, p in self.stage.named_parameters() if "norm" in name]
-            _sum_gradients(norms, self.groups["tensor"], None)
+            with scope("tensor"):
+                _sum_gradients(norms, self.groups["tensor"], None)
 
 
 def _sum_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype | None) -> None:

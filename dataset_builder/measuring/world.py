@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,12 @@ class World:
         values[self.rank] = value
         dist.all_reduce(values)
         return [float(each) for each in values.tolist()]
+
+    def gathered(self, value: object) -> list[Any]:
+        """Every rank's object, in the order of the ranks."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
     def wait(self) -> None:
         """Until every rank is here and its device is idle."""

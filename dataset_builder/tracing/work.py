@@ -5,10 +5,14 @@ FLOPs count a multiply-add as two. Collective traffic is that of the ring algori
 
 from __future__ import annotations
 
-from dataset_builder.job.hardware import DeviceSpec
+from typing import TYPE_CHECKING
+
 from dataset_builder.tracing.graph import COLLECTIVES, OpNode
-from dataset_builder.tracing.layout import AxisGroup
 from dataset_builder.tracing.structure import element_bytes
+
+if TYPE_CHECKING:  # they need pydantic, and what measures has only torch
+    from dataset_builder.job.hardware import DeviceSpec
+    from dataset_builder.tracing.layout import AxisGroup
 
 # A backward attention kernel recomputes the scores and runs four more products: 5 against 2 (FlashAttention-2, 3.2).
 ATTENTION_BACKWARD_FACTOR = 2.5

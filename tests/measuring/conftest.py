@@ -33,6 +33,10 @@ JOB: dict[str, Any] = {
 }  # fmt: skip
 
 
+# what a machine with torch and numpy only does not have
+BARE = ("pydantic", "yaml", "pandas", "pyarrow", "jsonschema", "rich", "hydra", "sklearn", "torch_geometric")
+
+
 @pytest.fixture
 def write_job(tmp_path: Path) -> Callable[..., Path]:
     """Writes the small job with parts replaced."""

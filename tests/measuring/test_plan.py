@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ import torch
 from dataset_builder.corpus.measurements import build_job
 from dataset_builder.job.errors import CannotRunError, JobError
 from dataset_builder.job.schema import TrainingJob
-from dataset_builder.measuring.job_plan import job_plan, plan_of_file
+from dataset_builder.measuring.job_plan import graph_of_file, job_plan, plan_of_file
 from dataset_builder.measuring.plan import quick_plans, read_plans, write_plans
 from dataset_builder.measuring.program import Stage
 from dataset_builder.tracing.trace import build_graph
-from tests.measuring.conftest import JOB, run_benchmark
+from tests.measuring.conftest import BARE, JOB, run_benchmark
 
 _PRECISIONS = ("fp32", "tf32", "bf16_mixed", "bf16", "fp16_mixed", "fp8_tensorwise", "fp8_rowwise")
 _LAYOUTS: tuple[dict[str, Any], ...] = (
@@ -72,6 +73,7 @@ def test_what_cannot_be_run_or_said_is_refused_by_name(parts: dict[str, Any], wo
 def test_plans_survive_their_file(tmp_path: Path, write_job: Callable[..., Path]) -> None:
     job = write_job(parallel={"pipeline": 2})
     plans = [plan_of_file(job, {"precision": name}) for name in ("fp32", "fp8_rowwise")]
+    plans.append(dataclasses.replace(plans[0], graph=graph_of_file(job, {"precision": "fp32"})))
     write_plans(plans, tmp_path / "plans.json")
     assert read_plans(tmp_path / "plans.json") == plans
     (tmp_path / "other.json").write_text("{}", encoding="utf-8")
@@ -82,15 +84,14 @@ def test_plans_survive_their_file(tmp_path: Path, write_job: Callable[..., Path]
 def test_a_bare_machine_measures_plans_and_says_what_a_job_needs(
     measured: Path, write_job: Callable[..., Path]
 ) -> None:
-    bare = ("pydantic", "yaml", "pandas", "pyarrow", "jsonschema", "rich", "hydra", "sklearn", "torch_geometric")
     job = write_job(cluster={**JOB["cluster"], "gpus_per_node": 1}, batch={**JOB["batch"], "global_batch_size": 2})
     plans = measured / "plans.json"
     assert run_benchmark(1, [str(job), "--plan", str(plans), "--precision", "fp32,bf16"]).returncode == 0
     options = ["--output", str(measured), "--only", "steps", "--rounds", "5", "--most-uncertainty", "100"]
-    done = run_benchmark(1, [str(plans), *options], bare)
+    done = run_benchmark(1, [str(plans), *options], BARE)
     assert done.returncode == 0, done.stderr
     assert len((measured / "runs.csv").read_text(encoding="utf-8").splitlines()) == 3
-    refused = run_benchmark(1, [str(job), *options], bare)
+    refused = run_benchmark(1, [str(job), *options], BARE)
     assert refused.returncode == 2
     assert "--plan" in refused.stderr
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataset_builder.corpus.measurements import shipped_table
-from dataset_builder.measuring.table import OP_COLUMNS, RUN_COLUMNS, MeasurementTable, TableError
+from dataset_builder.measuring.table import NODE_COLUMNS, OP_COLUMNS, RUN_COLUMNS, MeasurementTable, TableError
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
@@ -44,6 +44,21 @@ def test_no_time_is_no_row(tmp_path: Path, time_s: float | None) -> None:
     with pytest.raises(ValueError, match="iter_time_s"):
         MeasurementTable(path, RUN_COLUMNS).append({"run_id": "a", "iter_time_s": time_s})
     assert _rows(path) == []
+
+
+def test_rows_that_belong_together_are_all_there_or_none(tmp_path: Path) -> None:
+    path = tmp_path / "nodes.csv"
+    table = MeasurementTable(path, NODE_COLUMNS)
+    with pytest.raises(ValueError, match="time_s"):
+        table.append_together([{"run_id": "a", "node": 0, "time_s": 1e-5}, {"run_id": "a", "node": 1, "time_s": -1.0}])
+    assert _rows(path) == []
+    table.append_together([{"run_id": "a", "node": 0, "time_s": 1e-5}, {"run_id": "a", "node": 1, "reason": "no"}])
+    table.append_together([{"run_id": "b", "node": 0, "time_s": 2e-5}])
+    assert [(row["run_id"], row["node"], row["time_s"]) for row in _rows(path)] == [
+        ("a", "0", "1e-05"), ("a", "1", ""), ("b", "0", "2e-05"),
+    ]  # fmt: skip
+    assert MeasurementTable(path, NODE_COLUMNS).known == {"a", "b"}
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_another_file_is_left_alone(tmp_path: Path) -> None:
