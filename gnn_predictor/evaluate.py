@@ -1,8 +1,9 @@
 """Judges a checkpoint on measured runs: ``python -m gnn_predictor.evaluate runs=RUNS.csv checkpoint=DIR output=DIR``.
 
 In: any runs.csv of the measurement schema. Out, in ``output``: predictions.csv (one line a row of the file, seconds and
-GB of 1e9 bytes) and metrics.json (:func:`gnn_predictor.metrics.evaluation_metrics`, errors in percent), each written
-whole or not at all. A row without a job is skipped with the reason; every other row is answered.
+GB of 1e9 bytes) and metrics.json (:func:`gnn_predictor.metrics.evaluation_metrics`, errors in percent), with
+``nodes=NODES.csv`` also node_errors.csv (:mod:`gnn_predictor.node_errors`), each written whole or not at all. A row
+without a job is skipped with the reason; every other row is answered.
 Exit codes: 0; 2 bad usage or a file that can't be read (names file and column); 3 checkpoint missing or incompatible.
 """
 
@@ -12,10 +13,15 @@ import sys
 
 from dataset_builder.command_line import answered_at_once
 
-USAGE = "usage: python -m gnn_predictor.evaluate runs=RUNS.csv output=DIR [checkpoint=DIR] [baselines=false]"
+USAGE = (
+    "usage: python -m gnn_predictor.evaluate runs=RUNS.csv output=DIR [checkpoint=DIR] [baselines=false] "
+    "[nodes=NODES.csv]"
+)
 HELP = f"""{USAGE}
 
-Predicts every row of a table of measured runs; writes predictions.csv and metrics.json.
+Predicts every row of a table of measured runs; writes predictions.csv and metrics.json. With nodes= (what
+dataset_builder.benchmark --profile writes beside the runs) also node_errors.csv: the network's seconds of the graph's
+nodes beside the measured ones, by kind.
 
 examples:
   python -m gnn_predictor.evaluate runs=runs.csv output=outputs/evaluation
@@ -58,6 +64,7 @@ from gnn_predictor.baselines import (
 from gnn_predictor.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from gnn_predictor.memory import metered_bytes
 from gnn_predictor.metrics import BASELINE_PREFIX, evaluation_metrics
+from gnn_predictor.node_errors import node_errors
 from gnn_predictor.prediction import Prediction, predict
 from gnn_predictor.run_classes import gpu_count, model_size
 
@@ -179,11 +186,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         checkpoint = load_checkpoint(config["checkpoint"])
         output = Path(config["output"])
         metrics = evaluate(Path(config["runs"]), output, checkpoint, baselines=bool(config["baselines"]))
+        errors = _node_errors(config, checkpoint)
     except (UsageError, CheckpointError, JobError) as error:
         print(error, file=sys.stderr)
         return error.exit_code
     print(summary(metrics, output))
+    if errors is not None:
+        _write_whole(output / "node_errors.csv", errors.to_csv(index=False))
+        print(errors.to_string(index=False, float_format="{:.4g}".format))
     return 0
+
+
+def _node_errors(config: dict[str, Any], checkpoint: Checkpoint) -> pd.DataFrame | None:
+    if config["nodes"] is None:
+        return None
+    return node_errors(Path(config["nodes"]), read_runs(Path(config["runs"])), checkpoint)
 
 
 def summary(metrics: dict[str, Any], output: Path) -> str:
@@ -206,7 +223,7 @@ def _configuration(overrides: list[str]) -> dict[str, Any]:
     try:
         with initialize_config_dir(str(conf), version_base="1.3"):
             config = compose("evaluate", overrides=overrides)
-        return {key: config[key] for key in ("runs", "output", "checkpoint", "baselines")}
+        return {key: config[key] for key in ("runs", "output", "checkpoint", "baselines", "nodes")}
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(f"{str(error).splitlines()[0]}\n{USAGE}") from None
 
