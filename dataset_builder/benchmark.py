@@ -60,6 +60,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("expected one of --output and --plan")
     if options.profile and options.only and "steps" not in _listed(options.only):
         parser.error("--profile: profiles the jobs' steps, which --only leaves out")
+    if options.profile and not options.jobs:
+        parser.error("--profile: expected a JOB, whose graph's nodes are labelled")
     if unknown := [part for part in _listed(options.only) if part not in _PARTS]:
         parser.error(f"--only: got {','.join(unknown)}; expected {','.join(_PARTS)}")
     return options
@@ -90,8 +92,8 @@ def plans_of(options: argparse.Namespace, cluster: dict[str, Any] | None) -> lis
             hint = f"needs {error.name}; write its plan elsewhere with --plan FILE.json and measure that"
             raise JobError([hint], name) from None
         every = [{**overrides, "precision": each} for each in _listed(options.precision)]
-        graphs = [graph_of_file(name, each) if options.profile else None for each in every]
         plans = [plan_of_file(name, each) for each in every]
+        graphs = [graph_of_file(name, each) if options.profile else None for each in every]
         groups.append([replace(plan, graph=graph) for plan, graph in zip(plans, graphs, strict=True)])
     return groups
 

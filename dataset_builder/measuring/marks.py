@@ -20,6 +20,7 @@ from dataset_builder.tracing.recorder import (
     FORMAT_OF_DTYPE,
     PlacingMode,
     RawOp,
+    Scope,
     TensorRef,
     attributes_of,
     is_plain,
@@ -69,6 +70,7 @@ class StepMarker(PlacingMode):
         self.ops = []
         self._turns.clear()
         self._scope_of_node.clear()
+        self._last_scope = Scope()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

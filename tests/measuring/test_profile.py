@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from dataset_builder.benchmark import check_graphs
+from dataset_builder.benchmark import check_graphs, main
 from dataset_builder.job.errors import JobError
 from dataset_builder.measuring.job_plan import graph_of_file, plan_of_file
 from dataset_builder.measuring.plan import write_plans
@@ -62,6 +62,16 @@ def test_every_node_of_every_rank_has_one_row(measured: Path, tmp_path: Path, wr
     assert (of_fp32["time_s"] != "").all()
     message = of_fp32[of_fp32["module"] == "data.gradients"]
     assert [*message["match"]] == ["elements", "elements"]
+
+
+@pytest.mark.parametrize(
+    ("options", "word"), [(["--only", "operators", "job.yaml"], "--only leaves out"), (["--quick"], "expected a JOB")]
+)
+def test_there_has_to_be_a_step_to_profile(options: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["--output", "measured", "--profile", *options])
+    assert error.value.code == 2
+    assert word in capsys.readouterr().err
 
 
 def test_a_bare_machine_labels_a_plan_once_and_needs_its_graph(measured: Path, write_job: Callable[..., Path]) -> None:
