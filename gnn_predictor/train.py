@@ -88,7 +88,7 @@ from gnn_predictor.protocols import (
 )
 from gnn_predictor.run_regression import RunRegression
 from gnn_predictor.tracking import Tracker
-from gnn_predictor.widening import joined, left_out_half_widths, read_held_out, write_held_out
+from gnn_predictor.widening import interval_metrics, joined, left_out_half_widths, read_held_out, write_held_out
 
 _HERE = Path(__file__).resolve().parent
 CONFIGURATION = str(_HERE / "conf" if (_HERE / "conf").is_dir() else _HERE.parent / "conf")
@@ -290,7 +290,7 @@ def _write(
             )
         interval = interval_of(known, there.config.interval)
         description = there.config.model_copy(update={"interval": interval, "blend": weights.blend})
-        checkpoint = replace(there, config=description, metrics={**there.metrics, **metrics})
+        checkpoint = replace(there, config=description, metrics=_with_intervals({**there.metrics, **metrics}, known))
     if weights.shrinkage is not None:
         description = checkpoint.config.model_copy(update={"shrinkage": weights.shrinkage})
         checkpoint = replace(checkpoint, config=description)
@@ -300,6 +300,13 @@ def _write(
     checkpoint = replace(checkpoint, points=points)
     beside = (partial(write_reference, reference), partial(write_held_out, known))
     return save_checkpoint(settings.output, checkpoint, model_card(checkpoint), beside)
+
+
+def _with_intervals(metrics: Mapping[str, Any], known: pd.DataFrame) -> dict[str, Any]:
+    """With what the interval covers of every protocol, now that rows of others have their part in it."""
+    level = Interval().level
+    names = [name for name in known["protocol"].unique() if name in metrics]
+    return {**metrics, **{name: {**metrics[name], "interval": interval_metrics(known, name, level)} for name in names}}
 
 
 @hydra.main(version_base="1.3", config_path=CONFIGURATION, config_name="train")

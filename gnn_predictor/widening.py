@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from sklearn.isotonic import IsotonicRegression
 
 from gnn_predictor.interval import Knots, half_width_in_spreads
+from gnn_predictor.metrics import interval_figures
 
 HELD_OUT_FILE = "held_out.parquet"
 # Beside what the interval is calibrated on, both estimates and the measured time, which the blend is fitted to.
@@ -67,6 +68,15 @@ def left_out_half_widths(rows: pd.DataFrame, protocol: str, level: float) -> pd.
         parts.append(own["spread"] * factor)
     half_widths: pd.Series[float] = pd.concat(parts).sort_index()
     return half_widths
+
+
+def interval_metrics(known: pd.DataFrame, protocol: str, level: float) -> dict[str, Any]:
+    """How the interval that the held-out rows of all protocols give covers this one's."""
+    rows = known[known["protocol"] == protocol]
+    half_width = left_out_half_widths(known, protocol, level)
+    predicted = rows["iter_time_s"] * np.exp(-rows["log_error"])
+    low, high = predicted * np.exp(-half_width), predicted * np.exp(half_width)
+    return interval_figures(rows["iter_time_s"], low, high) | coverage_figures(rows, half_width)
 
 
 def coverage_figures(rows: pd.DataFrame, half_width: pd.Series[float]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ _P1 = {
     "mape_percent": 7.96,
     "median_ape_percent": 4.0,
     "macro_mape_by_source_percent": None,
+    "parts": {"network": {"mape_percent": 9.04}},
     "baselines": {"B0": {"mape_percent": 60.0}},
 }
 
@@ -32,7 +33,7 @@ def test_the_released_card_quotes_the_released_figures() -> None:
 
 def test_figures_stand_beside_the_baselines_and_missing_ones_are_dashes() -> None:
     *_, row = figures({"P1": _P1, "operators": {}}).splitlines()
-    assert row == "| P1 unseen jobs | 4,000 | 8.0% | 4.0% | - | - | 60.0% |"
+    assert row == "| P1 unseen jobs | 4,000 | 8.0% | 4.0% | - | - | 9.0% | - | 60.0% |"
 
 
 def test_a_card_of_an_unevaluated_checkpoint_says_so() -> None:

@@ -22,6 +22,7 @@ from gnn_predictor.widening import (
     ESTIMATES,
     coverage_figures,
     fit_widening,
+    interval_metrics,
     joined,
     left_out_half_widths,
     read_held_out,
@@ -83,6 +84,17 @@ def test_farther_is_never_narrower(steps: list[tuple[float, float]], near: float
     knots = tuple(zip(distances.tolist(), widths.tolist(), strict=True))
     assert half_width_in_spreads(knots, near) <= half_width_in_spreads(knots, near + further) * (1 + 1e-12)
     assert half_width_in_spreads(knots, distances[-1]) == pytest.approx(widths[-1])
+
+
+def test_a_protocols_interval_is_judged_with_the_rows_of_all() -> None:
+    rows = _rows(5)
+    figures = interval_metrics(rows, "P1", 0.9)
+    half_width = left_out_half_widths(rows, "P1", 0.9)
+    own = rows[rows["protocol"] == "P1"]
+    assert figures["count"] == len(own)
+    assert figures["coverage_percent"] == pytest.approx(100 * (own["log_error"].abs() <= half_width).mean())
+    assert figures["median_high_over_low"] == pytest.approx(math.exp(2 * half_width.median()))
+    assert set(figures["by_split"]) == set(own["split"])
 
 
 def test_new_rows_take_the_place_of_their_protocols(tmp_path: Path) -> None:
