@@ -10,6 +10,7 @@ job small (Gramacy and Apley 2015, arXiv 1303.0383).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -49,6 +50,19 @@ def _place(name: str, names: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True, eq=False)
+class Scaled:
+    """Points in inverse length scales, for each of c kernels, with their squared norms, and their codes."""
+
+    coordinates: Tensor  # [c, ..., n, d]
+    squares: Tensor  # [c, ..., n]
+    codes: Tensor  # [..., n, 2]
+
+    def nearest(self, rows: Tensor) -> Scaled:
+        """Of the n points those of these rows. [job, k] -> [job] sets of k"""
+        return Scaled(self.coordinates[:, rows], self.squares[:, rows], self.codes[rows])
+
+
+@dataclass(frozen=True, eq=False)
 class Kernel:
     """Hyperparameters: c Matern kernels over the d coordinates that are kept; all float64."""
 
@@ -59,22 +73,23 @@ class Kernel:
     noise: Tensor  # [] variance of a run's own error
     mean: Tensor  # []
 
-    def covariance(self, some: Tensor, some_codes: Tensor, others: Tensor, other_codes: Tensor) -> Tensor:
-        """Of kept coordinates [..., a, d] and [..., b, d] with their codes [..., a, 2] and [..., b, 2]. [..., a, b]"""
-        differs = some_codes[..., :, None, :] != other_codes[..., None, :, :]
+    def scaled(self, points: Tensor, codes: Tensor) -> Scaled:
+        """Points of kept coordinates [n, d] with their codes [n, 2], as the covariance takes them."""
+        coordinates = points * self.weights[:, None]
+        return Scaled(coordinates, (coordinates * coordinates).sum(-1), codes)
+
+    def covariance(self, some: Scaled, others: Scaled) -> Tensor:
+        """Of [..., a] and [..., b] points. [..., a, b]"""
+        differs = some.codes[..., :, None, :] != others.codes[..., None, :, :]
         total = torch.zeros(())
-        each = zip(self.weights, self.category_weights, self.variances, strict=True)
-        for weights, category_weights, variance in each:
-            squares = _squared_distances(some * weights, others * weights) + differs.to(weights) @ category_weights
+        for index, (category_weights, variance) in enumerate(zip(self.category_weights, self.variances, strict=True)):
+            # By the binomial formula: a matrix product in place of a tensor of all differences.
+            inner = some.coordinates[index] @ others.coordinates[index].transpose(-1, -2)
+            squares = some.squares[index][..., :, None] + others.squares[index][..., None, :] - 2 * inner
+            squares = squares.clamp(min=0) + differs.to(squares) @ category_weights
             distance = torch.sqrt(3.0 * squares + 1e-8)
             total = total + variance * (1 + distance) * torch.exp(-distance)
         return total
-
-
-def _squared_distances(some: Tensor, others: Tensor) -> Tensor:
-    """By the binomial formula: a matrix product in place of a tensor of all differences."""
-    inner = some @ others.transpose(-1, -2)
-    return ((some * some).sum(-1)[..., :, None] + (others * others).sum(-1)[..., None, :] - 2 * inner).clamp(min=0)
 
 
 def fit_kernel(coordinates: Tensor, codes: Tensor, targets: Tensor, weight: Tensor, seed: int) -> Kernel:
@@ -88,7 +103,8 @@ def fit_kernel(coordinates: Tensor, codes: Tensor, targets: Tensor, weight: Tens
     for _ in range(_STEPS):
         rows = torch.multinomial(weight, min(_SUBSET, len(weight)), generator=generator)
         kernel = free.kernel()
-        covariance = kernel.covariance(scaled[rows], codes[rows], scaled[rows], codes[rows])
+        points = kernel.scaled(scaled[rows], codes[rows])
+        covariance = kernel.covariance(points, points)
         factor = torch.linalg.cholesky(covariance + (kernel.noise + _JITTER) * torch.eye(len(rows)))
         white = torch.linalg.solve_triangular(factor, (targets[rows] - kernel.mean)[:, None], upper=False)
         surprise = 0.5 * white.square().sum() + factor.diagonal().log().sum()  # negative log likelihood
@@ -156,22 +172,27 @@ class GaussianProcess:
         if len(points) > _MOST_RUNS:
             chosen = torch.linspace(0, len(points) - 1, _MOST_RUNS).long()
             points, codes, targets = points[chosen], codes[chosen], targets[chosen]
-        covariance = kernel.covariance(points, codes, points, codes)
+        scaled = kernel.scaled(points, codes)
+        covariance = kernel.covariance(scaled, scaled)
         covariance.diagonal().add_(kernel.noise + _JITTER)
         pulls = torch.cholesky_solve((targets - kernel.mean)[:, None], torch.linalg.cholesky(covariance))
         return cls(kernel, points, codes, targets, pulls[:, 0])
 
+    @functools.cached_property
+    def _scaled(self) -> Scaled:
+        return self.kernel.scaled(self.points, self.codes)
+
     def posterior(self, jobs: WholeJobs, codes: Tensor) -> tuple[Tensor, Tensor]:
         """Logarithm of the expected seconds, and the deviation of its error. Two of [job]"""
-        points = jobs.coordinates[:, self.kernel.columns]
-        shared = self.kernel.covariance(points, codes, self.points, self.codes)
+        asked = self.kernel.scaled(jobs.coordinates[:, self.kernel.columns], codes)
+        shared = self.kernel.covariance(asked, self._scaled)
         return jobs.log_physical_s + self.kernel.mean + shared @ self.pulls, self._deviation(shared)
 
     def _deviation(self, shared: Tensor) -> Tensor:
         """Of the posterior given the nearest runs; ``shared`` is the covariance with all. [job, n] -> [job]"""
         shared, nearest = shared.topk(min(_NEAREST, len(self.points)), dim=1)
-        points, codes = self.points[nearest], self.codes[nearest]
-        covariance = self.kernel.covariance(points, codes, points, codes)
+        runs = self._scaled.nearest(nearest)
+        covariance = self.kernel.covariance(runs, runs)
         covariance.diagonal(dim1=-2, dim2=-1).add_(self.kernel.noise + _JITTER)
         white = torch.linalg.solve_triangular(torch.linalg.cholesky(covariance), shared[..., None], upper=False)
         variance: Tensor = self.kernel.variances.sum() - white.square().sum((1, 2))
