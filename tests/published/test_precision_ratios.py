@@ -70,6 +70,7 @@ def test_c22_fp8_is_no_twice_as_fast(tensor: int, micro_batch: int, jobs: Path, 
     assert 1.15 < gain < 1.5
 
 
+@pytest.mark.xfail(strict=True, reason="the wait grows 1.38 times")
 def test_c20_gradients_in_fp32_cost_what_bf16_does_not_gain(jobs: Path, released: Checkpoint) -> None:
     """bf16 with an fp32 all-reduce against fp16: computing takes as long, and the wait for gradients is what grows."""
     fp16 = _predict(jobs, "c20-gpt-small-3090", released, {})
@@ -78,7 +79,7 @@ def test_c20_gradients_in_fp32_cost_what_bf16_does_not_gain(jobs: Path, released
     )
     exposed = [each.breakdown.exposed_communication["data"] for each in (fp16, bf16)]
     assert bf16.iteration_time_s > fp16.iteration_time_s
-    assert exposed[1] > 1.3 * exposed[0]
+    assert exposed[1] > 1.5 * exposed[0]
 
 
 def test_gains_of_fp8_lie_where_public_reports_do(jobs: Path, released: Checkpoint) -> None:
