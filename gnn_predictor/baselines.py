@@ -27,7 +27,7 @@ from dataset_builder.corpus.splits import fold_of
 from dataset_builder.job.precision import PrecisionPolicy
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.graph import COLLECTIVES, OpNode, TrainingGraph
-from dataset_builder.tracing.layout import AxisGroup, RankLayout
+from dataset_builder.tracing.layout import RankLayout
 from dataset_builder.tracing.work import roofline_s
 
 Floats = NDArray[np.float64]
@@ -60,7 +60,7 @@ def analytic_features(job: TrainingJob, graph: TrainingGraph, layout: RankLayout
 
     ``job`` is resolved. Times are those of the slowest stage at peak; ``roofline_s`` is the iteration's.
     """
-    seconds = np.array([roofline_s(node, job.cluster.gpu, _group(node, layout)) for node in graph.nodes], dtype=float)
+    seconds = np.array([roofline_s(node, job.cluster.gpu, layout.group_of(node)) for node in graph.nodes], dtype=float)
     parts = [_part(node) for node in graph.nodes]
     per_microbatch = np.array([node.per == "microbatch" for node in graph.nodes], dtype=bool)
     microbatch_s = graph.repeats @ (seconds * per_microbatch)  # [num_stages]
@@ -215,10 +215,6 @@ def _matrix(features: pd.DataFrame, levels: Mapping[str, list[str]]) -> NDArray[
         text = features[name].astype(str).to_numpy()
         columns += [(text == level).astype(float) for level in known]
     return np.stack(columns, axis=1).astype(np.float32)
-
-
-def _group(node: OpNode, layout: RankLayout) -> AxisGroup | None:
-    return None if node.axis is None else layout.groups[node.axis]
 
 
 def _part(node: OpNode) -> str:

@@ -315,7 +315,7 @@ def featurize(job: TrainingJob, graph: TrainingGraph, layout: RankLayout) -> Gra
     """A resolved job and its graph as the network's input."""
     device = job.cluster.gpu
     of_node = _columns_on(device)
-    columns = [of_node(node, layout.groups.get(node.axis) if node.axis else None) for node in graph.nodes]
+    columns = [of_node(node, layout.group_of(node)) for node in graph.nodes]
     rooflines = [column.roofline_s for column in columns]
     classes, stage_class = _distinct_rows(graph.repeats)
     entry_class, entry_node = np.nonzero(classes)
@@ -441,7 +441,7 @@ def _row(values: Sequence[float]) -> FloatArray:
 # The columns that the network reads; the others of GraphArrays say how its node times are added up.
 _NETWORK_INPUTS = ("node_features", "format_features", "node_formats", "log_roofline_s", "launches", "is_overlappable",
                    "edge_index", "edge_kind", "hardware", "device_name", "software", "workload")  # fmt: skip
-_REVISION = 2  # goes up when columns change that have no name here, as those of the workload
+_REVISION = 3  # goes up when columns change that have no name here, as those of the workload
 
 
 def _feature_hash() -> str:

@@ -48,12 +48,15 @@ _OP_COLUMNS = """
 """
 _CAUTIONS = """
 - vtrain: precision, vocabulary and recompute are assumed; small models on the single-node part.
-- nvidia-dle: the batch often differs between precisions; sequence-binned BERT rows overstate absolute rates; BERT
-  pre-training rows count accumulation in the global batch.
+- nvidia-dle: the batch often differs between precisions; sequence-binned BERT rows of 512 positions are
+  built with half of them, as Wikipedia's samples have (arXiv 2107.02027); pre-training rows count accumulation in the
+  global batch.
 - megatron-golden: mostly launch-bound tiny models in deterministic mode; the attention kernel is often unknown; repeats
   spread 6% between software stacks, 1% within one; single-node reruns of multi-stage tests have an inferred world size.
-- mlperf: layout or precision is ambiguous in part (see notes); BERT uses unpadded samples of about half the sequence
-  length; Llama2-70B LoRA has frozen base weights.
+- mlperf: layout or precision is ambiguous in part (see notes); Llama2-70B LoRA has frozen base weights. BERT runs
+  NVIDIA's code: unpadded samples of about half the sequence length, two of them packed into one and fp8 linears in
+  CUDA graphs on Hopper and later (its configurations: PACKING_FACTOR=2, --use_transformer_engine2), which the table
+  calls fp16. The jobs are built so.
 - megatron-bridge, nemo-docs, megatron-moe-zoo: vendor tables, some rates rounded; rows whose time was derived from
   TFLOP/s depend on a FLOP convention; long-context rows of nemo-docs are uncertain.
 - lambda-bench: several machines per GPU; licence not stated by the source (figures are facts, cited with attribution).

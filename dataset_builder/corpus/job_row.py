@@ -148,6 +148,11 @@ class JobRow:
         return recent or self.framework in ("nemo", "megatron-bridge", "mlperf")
 
     @property
+    def is_mlperf_bert(self) -> bool:
+        """Whether the row is one of MLPerf's BERT submissions, which all run NVIDIA's code."""
+        return self.text("source_id") == "mlperf" and self.arch == "bert"
+
+    @property
     def is_frozen(self) -> bool:
         """Whether the row fine-tunes adapters on frozen weights."""
         return "lora" in f"{self.notes} {self.model_name}".lower()

@@ -141,7 +141,7 @@ def _run(row: Mapping[str, Any], number: int, doubtful: str) -> RunMeasurement:
         run_id=text["run_id"] or f"row-{number}",
         source_id=text["source_id"] or "unknown",
         gpu=job.cluster.gpu.name if job else text["gpu"],
-        precision=precision_name(text["precision"]) or text["precision"] or "not stated",
+        precision=job.precision.label if job else precision_name(text["precision"]) or text["precision"],
         architecture=text["arch"] or "unknown",
         job_group=text["job_group"] or job_group(inputs),
         iter_time_s=iter_time_s if iter_time_s is not None else float("nan"),

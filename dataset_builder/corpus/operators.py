@@ -21,7 +21,7 @@ from typing import Any
 from dataset_builder.job.formats import BYTES_PER_ELEMENT
 from dataset_builder.job.hardware import DeviceSpec, LinkSpec, cell_device, cell_link, link, link_names
 from dataset_builder.tracing.graph import COLLECTIVES, OpNode, Phase
-from dataset_builder.tracing.layout import AxisGroup
+from dataset_builder.tracing.layout import AxisGroup, Tier
 
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "int8": "fp8_e4m3"}  # int8 moves as many bytes
 _PRODUCTS = ("gemm", "linear", "bmm")
@@ -435,9 +435,8 @@ def _collective(row: OperatorRow) -> OpNode:
     if ranks < 2:
         raise OperatorError(f"{op}: the number of GPUs is not stated")
     message = row.number("bytes")
-    if message is None:  # expert dispatch or combine: a token travels to each rank that holds one of its experts
-        copies = min(max(1, row.size("topk")), ranks)
-        message = row.size("tokens") * copies * row.size("hidden") * size
+    if message is None:  # expert dispatch or combine
+        message = row.size("tokens") * max(1, row.size("topk")) * row.size("hidden") * size
     elif op == "all_gather" and "bytes = per-rank input" in row.notes:
         message *= ranks
     if message <= 0:
@@ -469,8 +468,12 @@ def _group(row: OperatorRow, spec: DeviceSpec) -> AxisGroup:
     ranks = int(row.number("num_gpus") or 1)
     per_node = int(row.number("gpus_per_node") or ranks)
     nodes = max(1, math.ceil(ranks / per_node))
-    tier = row.text("inter_node" if nodes > 1 else "intra_node")
-    return AxisGroup(size=ranks, link=_link(tier, per_node, spec.intra_node or ""), nodes=nodes)
+    tiers = []
+    if nodes < ranks:
+        tiers.append(Tier(_link(row.text("intra_node"), per_node, spec.intra_node or "")))
+    if nodes > 1:
+        tiers.append(Tier(_link(row.text("inter_node"), per_node, spec.inter_node or ""), ranks / nodes))
+    return AxisGroup(ranks, nodes, tuple(tiers), copies=row.sizes.get("topk") or 1)
 
 
 _LINK_WORDS = (

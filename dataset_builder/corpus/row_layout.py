@@ -204,13 +204,18 @@ def _recompute(row: JobRow) -> Any:
 def row_batch(row: JobRow, model: dict[str, Any], data: int) -> dict[str, Any]:
     """``batch`` of ``data`` data-parallel ranks; raises RowError when they do not divide it."""
     global_batch, seq_length = _global_batch(row, data), row.need("seq_len")
-    if re.search(r"unpadded|packed variable-length", row.notes):
+    if re.search(r"unpadded|packed variable-length", row.notes) or (seq_length == 512 and "binning" in row.notes):
+        # Half of BERT's 512 positions is padding in Wikipedia (arXiv 2107.02027, section 1), which bins leave out too.
         seq_length = max(1, seq_length // 2)
         row.assume(f"seq_length: variable-length samples without padding, the mean of {seq_length} taken")
     if global_batch % data:
         raise RowError(f"global_batch {global_batch} is not a multiple of the data-parallel size {data}")
     per_rank = global_batch // data
     micro = row.count("micro_batch")
+    if row.is_mlperf_bert and micro in (None, per_rank / 2):
+        # PACKING_FACTOR=2 and GRADIENT_STEPS=1 of its configurations: a packed sample counts as two of the batch.
+        row.assume(f"micro_batch_size: {micro or 'not stated'}, all {per_rank} sequences of a rank at once taken")
+        micro = per_rank
     if micro is None and (accumulation := row.count("grad_accum")):
         micro = max(1, per_rank // accumulation)
     if micro is None:

@@ -32,6 +32,8 @@ def row_precision(row: JobRow) -> dict[str, Any]:
     if _is_apex_o2(row, name):
         policy |= {"params": "fp16", "grad_accum": "fp16", "grad_reduce": "fp16"}
         row.assume("precision: apex AMP at level O2, 16-bit weights and gradients with fp32 master weights")
+    if row.is_mlperf_bert and name == "fp8_mixed":
+        policy |= {"compute": "fp16", "params": "fp16", "loss_scaling": True}
     if name == "fp8_mixed":
         policy["linear"] = _fp8_recipe(row)
     elif name == "mxfp8" and "mxfp8" not in row_device(row).peak_flops_per_s:
@@ -75,7 +77,13 @@ def _precision_name(row: JobRow) -> str:
         usual = "bf16_mixed" if row_device(row).supports("bf16") else "fp16_mixed"
         row.assume(f"precision: not stated, {usual} taken")
         return usual
-    if name := precision_name(stated):
+    name = precision_name(stated)
+    if row.is_mlperf_bert and name == "fp16_mixed" and row_device(row).compute_capability >= 9:
+        # NVIDIA's code, which all submit: configurations of Hopper and later pass --use_transformer_engine2, "Enable
+        # FP8 layers" (mlcommons/training_results_v3.0 to v5.0, NVIDIA/benchmarks/bert/implementations).
+        row.assume("precision: fp16 in the table, fp8 linears taken, which MLPerf's BERT has on Hopper and later")
+        return "fp8_mixed"
+    if name:
         return name
     raise RowError(f"precision: {stated!r} is none of {', '.join(PRECISION_PRESETS)}")
 
@@ -99,6 +107,8 @@ def row_software(row: JobRow) -> dict[str, Any]:
     software["date"] = date[0] if date else None
     software["attention"] = _attention_kernel(row)
     software["compile"] = row.flag("compile")
+    if row.is_mlperf_bert and row_device(row).compute_capability >= 9:
+        software["cuda_graphs"] = True  # --use_cuda_graph, in the same configurations
     if golden:
         software["cuda_graphs"] = "cuda_graph_impl" in row.flags or "cuda_graph_scope" in row.flags
         software["deterministic"] = row.flags.get("deterministic_mode") == "1"

@@ -17,12 +17,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from dataset_builder.corpus.measurements import OpMeasurement, RunMeasurement, collector_paused
-from dataset_builder.job.hardware import DeviceSpec, LinkSpec
+from dataset_builder.job.hardware import DeviceSpec
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.graph import Edge, OpNode, StageFacts, TrainingGraph
-from dataset_builder.tracing.layout import AxisGroup
+from dataset_builder.tracing.layout import AxisGroup, Tier
 
 Columns = dict[str, NDArray[Any]]
 
@@ -188,20 +189,23 @@ _OP_TYPES: dict[str, pa.DataType] = {
     "op_id": pa.string(), "source_id": _TEXT, "gpu": _TEXT, "latency_s": pa.float64(), "op_group": pa.string(),
     "includes_launch": pa.bool_(),
 }  # fmt: skip
-_GROUP_TYPES: dict[str, pa.DataType] = {"group_ranks": pa.int32(), "group_nodes": pa.int32(), "group_link": _TEXT}
+_GROUP_TYPES: dict[str, pa.DataType] = {
+    "group_ranks": pa.int32(), "group_nodes": pa.int32(), "group_tiers": _TEXT, "group_copies": pa.int32(),
+}  # fmt: skip
+_TIERS = TypeAdapter(tuple[Tier, ...])
 
 
 def op_table(operators: Sequence[OpMeasurement]) -> pa.Table:
-    """Operators, a row each; a collective's link is its specification as JSON."""
+    """Operators, a row each; a collective's link tiers are their specifications as JSON."""
     records = []
-    links: dict[LinkSpec, str] = {}
+    tiers: dict[tuple[Tier, ...], str] = {}
     for operator in operators:
         group = operator.group
-        place: tuple[Any, ...] = (None, None, None)
+        place: tuple[Any, ...] = (None, None, None, None)
         if group is not None:
-            if group.link not in links:
-                links[group.link] = group.link.model_dump_json()
-            place = (group.size, group.nodes, links[group.link])
+            if group.tiers not in tiers:
+                tiers[group.tiers] = _TIERS.dump_json(group.tiers).decode()
+            place = (group.size, group.nodes, tiers[group.tiers], group.copies)
         records.append((*_fields(operator, _OP_TYPES), *place, *_fields(operator.node, NODE_FIELDS)))
     return _table(_OP_TYPES | _GROUP_TYPES | _NODE_TYPES, records)
 
@@ -209,7 +213,7 @@ def op_table(operators: Sequence[OpMeasurement]) -> pa.Table:
 def stored_operators(table: pa.Table, devices: dict[str, DeviceSpec]) -> list[OpMeasurement]:
     """The operators of :func:`op_table`; ``devices`` maps the table's GPU names to their specifications."""
     columns = {name: _python_values(table[name]) for name in table.column_names}
-    links = {text: LinkSpec.model_validate_json(text) for text in set(columns["group_link"]) if text is not None}
+    tiers = {text: _TIERS.validate_json(text) for text in set(columns["group_tiers"]) if text is not None}
     places: dict[tuple[Any, ...], AxisGroup] = {}
     operators = []
     with collector_paused():
@@ -220,7 +224,7 @@ def stored_operators(table: pa.Table, devices: dict[str, DeviceSpec]) -> list[Op
             if place[2] is None:
                 group = None
             else:
-                group = places.setdefault(place, AxisGroup(int(place[0]), links[place[2]], int(place[1])))
+                group = places.setdefault(place, AxisGroup(place[0], place[1], tiers[place[2]], place[3]))
             op_id, source_id, gpu, latency_s, op_group, includes_launch = own
             operators.append(
                 OpMeasurement(op_id, source_id, gpu, node, devices[gpu], group, latency_s, op_group, includes_launch)

@@ -73,9 +73,9 @@ class CoreAttention(nn.Module):
             if self.is_causal:
                 mask = torch.empty(1, 1, *scores.shape[2:], dtype=torch.bool)
                 scores = scores.masked_fill(mask, -10000.0)
-            if structure.fused or structure.autocast:
+            if structure.fused or structure.autocast or structure.normalization == "layernorm":
                 weights = torch.softmax(scores, dim=-1)
-            else:  # softmax in fp32, as the eager 16-bit implementations do
+            else:  # eager attention casts to fp32 since Llama; BERT, GPT-2 and Transformer-XL leave that to the kernel
                 weights = torch.softmax(scores.float(), dim=-1).to(scores.dtype)
         with scope("dropout"):
             weights = dropout(weights, structure)

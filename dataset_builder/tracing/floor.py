@@ -135,7 +135,7 @@ def _network(
 ) -> tuple[float, str]:
     received: dict[LinkSpec, NDArray[np.float64]] = defaultdict(lambda: np.zeros(len(executions)))  # by tier and stage
     for index, node in enumerate(graph.nodes):
-        group = layout.groups.get(node.axis) if node.axis else None
+        group = layout.group_of(node)
         if node.kind not in COLLECTIVES or node.phase == "recompute" or group is None or node.group_size <= 1:
             continue
         needed = node.message_bytes * _received_share(node, group, cluster)

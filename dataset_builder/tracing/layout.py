@@ -3,39 +3,66 @@
 Ranks are numbered as Megatron-LM does: tensor fastest, then context, data, and pipeline slowest; among the ranks of one
 pipeline stage, expert-tensor is fastest, then expert, then the data-parallel copies of an expert. A group of ``size``
 ranks ``stride`` apart, starting at rank r, spans floor(((r mod g) + (size - 1) stride) / g) + 1 nodes of g GPUs.
+
+Links come in tiers: a node's or a rack's fabric, the network that joins those, its spine. A tier joins islands, which
+are what the tier below reaches without it; the ranks of one island share their adapters.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dataset_builder.job.errors import CannotRunError
 from dataset_builder.job.hardware import LinkSpec, link
 from dataset_builder.job.parallel import FOLDED_SCHEDULES
 from dataset_builder.job.schema import ClusterSpec, TrainingJob
-from dataset_builder.tracing.graph import Axis
+from dataset_builder.tracing.graph import Axis, OpNode
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A link that a group crosses. ``ranks``: the group's ranks in each of the islands that it joins, on average."""
+
+    link: LinkSpec
+    ranks: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class AxisGroup:
-    """One communication group: its ranks, the nodes it spans at worst, and the slowest link tier that it crosses.
+    """One communication group: its ranks, the nodes it spans at worst, and the link tiers that it crosses, fastest first.
 
-    ``inner`` is the tier between its ranks of one node, where the group spans several nodes with several ranks each.
+    ``copies``: how many experts a token goes to, where an all-to-all sends tokens; each island needs a token once.
     """
 
     size: int
-    link: LinkSpec
     nodes: int
-    inner: LinkSpec | None = None
+    tiers: tuple[Tier, ...]
+    copies: int = 1
+
+    @property
+    def link(self) -> LinkSpec:
+        """The slowest tier."""
+        return self.tiers[-1].link
 
     @property
     def ring_bytes_per_s(self) -> float:
-        """Bytes/s a rank of a ring moves: rings run through every rank's own adapter, so k ranks of a node share k."""
-        if self.inner is None or self.nodes <= 1:
-            return self.link.bytes_per_s_per_gpu
-        through_adapters = self.link.bytes_per_s_per_gpu * max(1.0, self.size / self.nodes)
-        return min(through_adapters, self.inner.bytes_per_s_per_gpu)
+        """Bytes/s a rank of a ring moves: rings enter and leave an island through the adapters of all its ranks."""
+        return min(tier.link.bytes_per_s_per_gpu * tier.ranks for tier in self.tiers)
+
+    @property
+    def exchange_bytes_per_s(self) -> float:
+        """Bytes of a rank's tensor that an all-to-all exchanges a second: through each tier goes what other islands need.
+
+        With c copies of a token for ranks drawn evenly, I islands get I (1 - (1 - 1/I)^c) of them if each gets it once,
+        as dispatchers of experts do that send a token over the network once a node (DeepSeek-AI, DeepEP).
+        """
+        return 1 / max(self._crossing_share(tier) / tier.link.bytes_per_s_per_gpu for tier in self.tiers)
+
+    def _crossing_share(self, tier: Tier) -> float:
+        islands = max(self.size / tier.ranks, 1 + 1e-9)
+        needed = islands * (1 - (1 - 1 / islands) ** self.copies) / self.copies
+        return needed * (1 - 1 / islands)
 
 
 @dataclass(frozen=True)
@@ -66,6 +93,14 @@ class RankLayout:
     chunk_layers: tuple[tuple[tuple[int, ...], ...], ...]
     head_stage: int
 
+    def group_of(self, node: OpNode) -> AxisGroup | None:
+        """The ranks that a node's message is between; ``None`` where it sends none."""
+        if node.axis != "data":
+            return self.groups.get(node.axis) if node.axis else None
+        if self.replica_group.size > 1:
+            return self.replica_group if node.kind == "all_reduce" else self.shard_group
+        return self.expert_data_group if node.group_size == self.expert_data_group.size else self.groups["data"]
+
 
 def rank_layout(job: TrainingJob) -> RankLayout:
     """The layout of a job; raises CannotRunError with the arithmetic of everything that does not divide."""
@@ -79,7 +114,7 @@ def resolved_layout(job: TrainingJob) -> RankLayout:
     reasons += chunk_reasons
     if reasons:
         raise CannotRunError(reasons, job.name or "job")
-    plan, cluster = job.parallel, job.cluster
+    plan, cluster, moe = job.parallel, job.cluster, job.model.moe
     data = _resolved_data(job)
     ranks = data * plan.context  # ranks that hold the same dense weights of one tensor and pipeline position
     shard = {"none": 1, "hsdp": plan.shard_size or 1}.get(plan.sharding or "none", ranks)
@@ -89,7 +124,7 @@ def resolved_layout(job: TrainingJob) -> RankLayout:
         "tensor": _group(cluster, plan.tensor, 1),
         "context": _group(cluster, plan.context, plan.tensor),
         "data": _group(cluster, ranks, plan.tensor),
-        "expert": _group(cluster, plan.expert, plan.expert_tensor),
+        "expert": replace(_group(cluster, plan.expert, plan.expert_tensor), copies=moe.top_k if moe else 1),
         "pipeline": _hop(cluster, plan.pipeline, stage),
     }
     return RankLayout(
@@ -282,11 +317,15 @@ def _group(cluster: ClusterSpec, size: int, stride: int) -> AxisGroup:
     tiers = [(intra, _used_of_domain(intra.domain_size, world) or per_node)]
     if intra.domain_size and intra.domain_size < per_node:
         tiers.append((_beyond(intra, per_node), per_node))
-    tiers.append((inter, inter.domain_size or world))
+    tiers.append((inter, _used_of_domain(inter.domain_size, world) or world))
     tiers.append((_beyond(inter, per_node), world))
-    link_crossed = next((tier for tier, domain in tiers if _domains(size, stride, domain, world) == 1), tiers[-1][0])
-    nodes = _domains(size, stride, per_node, world)
-    return AxisGroup(size, link_crossed, nodes, inner=intra if link_crossed is not intra and nodes < size else None)
+    crossed, islands = [], size
+    for tier, domain in tiers:
+        joined = _domains(size, stride, domain, world)
+        if joined < islands:
+            crossed.append(Tier(tier, size / islands))
+            islands = joined
+    return AxisGroup(size, _domains(size, stride, per_node, world), tuple(crossed) or (Tier(intra),))
 
 
 def _used_of_domain(domain: int | None, world: int) -> int | None:
@@ -295,9 +334,9 @@ def _used_of_domain(domain: int | None, world: int) -> int | None:
 
 
 def _hop(cluster: ClusterSpec, stages: int, stride: int) -> AxisGroup:
-    """The pipeline's group; a message goes to the next stage only, so the link is that of the worst single hop."""
+    """The pipeline's group; a message goes to the next stage only, so the tiers are those of the worst single hop."""
     hop = _group(cluster, min(stages, 2), stride)
-    return AxisGroup(size=stages, link=hop.link, nodes=_group(cluster, stages, stride).nodes)
+    return replace(hop, size=stages, nodes=_group(cluster, stages, stride).nodes)
 
 
 def _beyond(tier: LinkSpec, gpus_per_node: int) -> LinkSpec:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from dataset_builder.job.formats import BYTES_PER_ELEMENT, LinearFormat
 
-TRACER_VERSION = "4"
+TRACER_VERSION = "5"
 
 Block = Literal["embedding", "layer", "encoder_norm", "mtp", "head", "optimizer"]
 

@@ -60,10 +60,12 @@ def roofline_s(node: OpNode, device: DeviceSpec, group: AxisGroup | None) -> flo
         if group is None or node.group_size <= 1:
             return node.message_bytes / device.hbm_bytes_per_s
         steps = min(collective_steps(node.kind, node.group_size), 16)
-        traffic = node.message_bytes * collective_traffic(node.kind, node.group_size)
-        is_ring = node.kind not in ("all_to_all", "send_recv")
-        rate = group.ring_bytes_per_s if is_ring else group.link.bytes_per_s_per_gpu
-        return steps * group.link.latency_s + traffic / rate
+        if node.kind == "all_to_all":
+            traffic_s = node.message_bytes / group.exchange_bytes_per_s
+        else:
+            rate = group.link.bytes_per_s_per_gpu if node.kind == "send_recv" else group.ring_bytes_per_s
+            traffic_s = node.message_bytes * collective_traffic(node.kind, node.group_size) / rate
+        return steps * group.link.latency_s + traffic_s
     memory_s = (node.bytes_read + node.bytes_written) / device.hbm_bytes_per_s
     return max(node.flops / device.peak(node.input_dtype), memory_s)
 

@@ -413,3 +413,36 @@ def test_a_lora_row_trains_adapters_only() -> None:
     assert job["model"]["lora"] == {"rank": 16, "targets": "attention"}
     assert job["optimizer"]["name"] == "adam"
     assert "lora" not in mapping()["model"]
+
+
+_MLPERF_BERT: dict[str, Any] = {
+    "source_id": "mlperf", "framework": "pytorch", "model_name": "BERT-large MLPerf", "arch": "bert", "layers": 24,
+    "hidden": 1024, "heads": 16, "vocab": 30522, "seq_len": 512, "tp": 1, "micro_batch": 48, "grad_accum": 2,
+    "global_batch": 768, "notes": "unpadded/packed variable-length samples", "act_ckpt": None,
+}  # fmt: skip
+
+
+def test_bert_of_mlperf_packs_two_sequences_and_computes_in_fp8_on_hopper() -> None:
+    hopper = mapping(**_MLPERF_BERT, gpu="H100-SXM5-80GB")
+    assert hopper["batch"] == {"seq_length": 256, "micro_batch_size": 96, "global_batch_size": 768}
+    policy = hopper["precision"]
+    assert (policy["preset"], policy["compute"], policy["linear"]) == ("fp8_mixed", "fp16", "fp8_delayed")
+    assert hopper["software"]["cuda_graphs"]
+    ampere = mapping(**{**_MLPERF_BERT, "micro_batch": 56, "global_batch": 448}, gpu="A100-SXM4-80GB")
+    assert (ampere["batch"]["micro_batch_size"], ampere["precision"]["preset"]) == (56, "fp16_mixed")
+    assert "cuda_graphs" not in ampere["software"]
+
+
+def test_a_run_has_the_precision_that_its_job_computes_in(shipped: list[RunMeasurement]) -> None:
+    assert all(run.precision == run.job.precision.label for run in shipped if run.job)
+    hopper = {run.precision for run in shipped if run.source_id == "mlperf" and run.architecture == "bert"
+              and "H100" in run.gpu}  # fmt: skip
+    assert hopper == {"fp8_mixed"}
+
+
+def test_bins_of_equal_lengths_leave_the_padding_out() -> None:
+    notes = "LDDL sequence binning: real tokens < seq_len"
+    bert = {"source_id": "nvidia-dle", "framework": "pytorch (DLE BERT)", "arch": "bert"}
+    assert mapping(**bert, notes=notes, seq_len=512)["batch"]["seq_length"] == 256
+    assert mapping(**bert, notes=notes, seq_len=128)["batch"]["seq_length"] == 128
+    assert mapping(**bert, seq_len=512)["batch"]["seq_length"] == 512

@@ -69,9 +69,7 @@ def runs(job_of: JobOf) -> RunExamples:
             sizes = {"hidden_size": hidden, "num_attention_heads": 8}
             job = job_of(model=sizes, batch={"micro_batch_size": micro}).resolved()
             graph, layout = build_graph(job), rank_layout(job)
-            seconds = [
-                roofline_s(n, job.cluster.gpu, layout.groups.get(n.axis) if n.axis else None) for n in graph.nodes
-            ]
+            seconds = [roofline_s(n, job.cluster.gpu, layout.group_of(n)) for n in graph.nodes]
             often = [1 if n.per == "iteration" else layout.num_microbatches for n in graph.nodes]
             graphs.append(featurize(job, graph, layout))
             times.append(2.5 * float(graph.repeats[0] @ (np.array(seconds) * often)))

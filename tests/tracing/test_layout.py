@@ -1,5 +1,6 @@
 """Rank layout: groups, the links they cross, stages, and the arithmetic of layouts that do not divide."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from dataset_builder.job.errors import CannotRunError
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.layout import rank_layout, unsupported_formats
+from dataset_builder.tracing.trace import build_graph
 
 
 def job(parallel: dict[str, Any], nodes: int = 8, **changes: Any) -> TrainingJob:
@@ -120,10 +122,50 @@ def test_rails_share_a_nodes_adapters_among_the_ranks_of_a_group() -> None:
     """A ring over nodes enters and leaves each through the adapters of all its ranks there."""
     eight = rank_layout(job({})).groups["data"]  # all 64 ranks: eight of each node
     one = rank_layout(job({"tensor": 8})).groups["data"]  # one rank of each of eight nodes
-    assert (eight.nodes, one.nodes, eight.link, one.inner) == (8, 8, one.link, None)
+    assert (eight.nodes, one.nodes, eight.link, len(one.tiers)) == (8, 8, one.link, 1)
     assert one.ring_bytes_per_s == one.link.bytes_per_s_per_gpu
-    assert eight.inner is not None
-    assert eight.ring_bytes_per_s == min(8 * one.ring_bytes_per_s, eight.inner.bytes_per_s_per_gpu)
+    inner = eight.tiers[0].link
+    assert eight.ring_bytes_per_s == min(8 * one.ring_bytes_per_s, inner.bytes_per_s_per_gpu)
+
+
+def test_a_ring_over_racks_goes_through_the_adapters_of_a_whole_rack() -> None:
+    given = job(
+        {"tensor": 4}, nodes=64, batch={"global_batch_size": 64}, cluster={"gpu": "GB200-186GB", "gpus_per_node": 4}
+    )
+    group = rank_layout(given).groups["data"]  # one rank of each of 64 trays in 4 racks of 64 GPUs
+    assert [(tier.link.name, tier.ranks) for tier in group.tiers] == [("nvlink5-nvl72", 1), ("ib-ndr-4x400", 16)]
+    assert group.ring_bytes_per_s == 16 * 50e9
+    in_a_rack = job({"expert": 32}, nodes=64, model={"preset": "qwen3-30b-a3b"}, cluster={
+        "gpu": "GB200-186GB", "gpus_per_node": 4, "inter_node": "nvlink5-nvl72",
+    })  # fmt: skip
+    assert [tier.link.name for tier in rank_layout(in_a_rack).groups["expert"].tiers] == ["nvlink5-nvl72"]
+
+
+def test_tokens_cross_the_network_once_a_node() -> None:
+    """Eight copies a token, drawn over 16 ranks of two nodes: half of those for the other node, all in one message."""
+    experts = rank_layout(job({"expert": 16}, nodes=2, model={"preset": "qwen3-30b-a3b"})).groups["expert"]
+    assert experts.copies == 8
+    reached = 2 * (1 - 0.5**8)  # expected nodes of two that eight draws reach
+    assert experts.exchange_bytes_per_s == pytest.approx(50e9 / (reached / 8 / 2))
+    plain = replace(experts, copies=1)
+    assert plain.exchange_bytes_per_s == pytest.approx(50e9 / 0.5)
+    in_a_node = rank_layout(job({"expert": 8}, nodes=2, model={"preset": "qwen3-30b-a3b"})).groups["expert"]
+    assert replace(in_a_node, copies=1).exchange_bytes_per_s == pytest.approx(450e9 / (7 / 8))
+
+
+def test_a_message_is_priced_on_the_ranks_that_it_is_between() -> None:
+    given = job(
+        {"expert": 8, "sharding": "zero1"}, nodes=4, model={"preset": "qwen3-30b-a3b"}, batch={"global_batch_size": 32}
+    )
+    layout = rank_layout(given)
+    groups = {node.module: layout.group_of(node) for node in build_graph(given).nodes if node.axis == "data"}
+    assert groups["data.gradients"] is layout.groups["data"]
+    assert groups["data.expert_gradients"] is layout.expert_data_group
+    hybrid = job({"sharding": "hsdp"})
+    layout = rank_layout(hybrid)
+    by_kind = {node.kind: layout.group_of(node) for node in build_graph(hybrid).nodes if node.axis == "data"}
+    shard, replica = layout.shard_group, layout.replica_group
+    assert by_kind == {"all_gather": shard, "reduce_scatter": shard, "all_reduce": replica}
 
 
 def test_hybrid_sharding_shards_within_a_node_by_default() -> None:

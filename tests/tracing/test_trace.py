@@ -489,3 +489,15 @@ def test_multi_token_prediction_counts_in_the_models_flops():
         for n in (0, 1)
     )
     assert 1.01 < two / one < 1.06  # a layer of 61 and a head
+
+
+@pytest.mark.parametrize(("preset", "fmt"), [("bert-large", "fp16"), ("gpt2-small", "fp16"), ("llama3-8b", "fp32")])
+def test_only_eager_attention_since_llama_casts_its_scores(preset, fmt):
+    found = graph(
+        model={"preset": preset}, precision={"preset": "fp16_mixed", "params": "fp16"},
+        software={"framework": "pytorch", "attention": "unfused", "fused_kernels": False},
+        cluster={**BASE["cluster"], "num_nodes": 1}, batch={**BASE["batch"], "seq_length": 512},
+    )  # fmt: skip
+    core = [n for n in found.nodes if "attention.core.softmax" in n.module]
+    assert {n.input_dtype for n in core if n.kind == "softmax"} == {fmt}
+    assert any(n.kind == "cast" for n in core) == (fmt == "fp32")

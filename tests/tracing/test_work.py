@@ -12,7 +12,7 @@ from dataset_builder.job.hardware import DeviceSpec, LinkSpec
 from dataset_builder.tracing.block import fake_training, record_block
 from dataset_builder.tracing.graph import OpNode
 from dataset_builder.tracing.kernels import reduce_recording
-from dataset_builder.tracing.layout import AxisGroup
+from dataset_builder.tracing.layout import AxisGroup, Tier
 from dataset_builder.tracing.linear import BlockContext
 from dataset_builder.tracing.model import Layer
 from dataset_builder.tracing.precision import cuda_autocast_on_cpu
@@ -22,7 +22,7 @@ from dataset_builder.tracing.symbols import constant
 from dataset_builder.tracing.work import collective_traffic, roofline_s, visible_fraction
 
 DEVICE = DeviceSpec(name="d", peak_flops_per_s={"fp32": 1e12, "bf16": 1e13}, hbm_bytes=1e9, hbm_bytes_per_s=1e11)
-LINK = AxisGroup(size=8, link=LinkSpec(bytes_per_s_per_gpu=1e10, latency_s=1e-5), nodes=1)
+LINK = AxisGroup(size=8, nodes=1, tiers=(Tier(LinkSpec(bytes_per_s_per_gpu=1e10, latency_s=1e-5)),))
 
 
 def node(kind, flops=0.0, size=0.0, group=1, dtype="bf16"):
