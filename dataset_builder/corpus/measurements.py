@@ -136,12 +136,13 @@ def _run(row: Mapping[str, Any], number: int, doubtful: str) -> RunMeasurement:
     inputs = {column: row.get(column) for column in JOB_COLUMNS}
     job, reason, assumed = build_job(inputs)
     text = {key: _text(row.get(key)) for key in ("run_id", "source_id", "gpu", "precision", "arch", "job_group")}
+    stated = precision_name(text["precision"]) or text["precision"] or "not stated"
     iter_time_s = _number(row.get("iter_time_s"))
     return RunMeasurement(
         run_id=text["run_id"] or f"row-{number}",
         source_id=text["source_id"] or "unknown",
         gpu=job.cluster.gpu.name if job else text["gpu"],
-        precision=job.precision.label if job else precision_name(text["precision"]) or text["precision"],
+        precision=job.precision.label if job else stated,
         architecture=text["arch"] or "unknown",
         job_group=text["job_group"] or job_group(inputs),
         iter_time_s=iter_time_s if iter_time_s is not None else float("nan"),

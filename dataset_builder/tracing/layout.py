@@ -30,7 +30,7 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class AxisGroup:
-    """One communication group: its ranks, the nodes it spans at worst, and the link tiers that it crosses, fastest first.
+    """One communication group: its ranks, the nodes it spans at worst, and the link tiers it crosses, fastest first.
 
     ``copies``: how many experts a token goes to, where an all-to-all sends tokens; each island needs a token once.
     """
@@ -52,7 +52,7 @@ class AxisGroup:
 
     @property
     def exchange_bytes_per_s(self) -> float:
-        """Bytes of a rank's tensor that an all-to-all exchanges a second: through each tier goes what other islands need.
+        """Bytes/s of a rank's tensor that an all-to-all exchanges: through a tier goes what other islands need.
 
         With c copies of a token for ranks drawn evenly, I islands get I (1 - (1 - 1/I)^c) of them if each gets it once,
         as dispatchers of experts do that send a token over the network once a node (DeepSeek-AI, DeepEP).
@@ -317,7 +317,7 @@ def _group(cluster: ClusterSpec, size: int, stride: int) -> AxisGroup:
     tiers = [(intra, _used_of_domain(intra.domain_size, world) or per_node)]
     if intra.domain_size and intra.domain_size < per_node:
         tiers.append((_beyond(intra, per_node), per_node))
-    tiers.append((inter, _used_of_domain(inter.domain_size, world) or world))
+    tiers.append((inter, inter.domain_size or world))
     tiers.append((_beyond(inter, per_node), world))
     crossed, islands = [], size
     for tier, domain in tiers:

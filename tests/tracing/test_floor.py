@@ -60,9 +60,7 @@ def test_every_bound_is_below_the_roofline_of_its_work(path: Path) -> None:
     graph, layout = build_graph(job), rank_layout(job)
     floor = physical_floor(job, graph, layout)
     times = np.array([1 if node.per == "iteration" else graph.num_microbatches for node in graph.nodes])
-    seconds = np.array(
-        [roofline_s(n, job.cluster.gpu, layout.group_of(n)) for n in graph.nodes]
-    )
+    seconds = np.array([roofline_s(n, job.cluster.gpu, layout.group_of(n)) for n in graph.nodes])
     one_after_another = float((graph.repeats @ (times * seconds)).max())
     assert 0 < floor.seconds <= one_after_another
     assert all(each <= one_after_another for each in floor.seconds_by_bound.values())
