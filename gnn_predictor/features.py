@@ -66,6 +66,22 @@ _SHARED_FEATURES = len(KINDS) + len(PHASES) + len(AXES) + len(_OP_CLASSES) + 6 +
 JOB_FEATURES = _SHARED_FEATURES + _WORK_FEATURES  # leading columns of node_features that no format changes
 # Columns of node_features that say what a kernel does in its own formats.
 KERNEL_FEATURES = (*range(_SHARED_FEATURES), *range(JOB_FEATURES, JOB_FEATURES + len(_RECIPES) + _WORK_FEATURES))
+# Where node_features say a kernel's work: in 16 bits, and in its own formats.
+WORK_COLUMNS = tuple(slice(end - _WORK_FEATURES, end) for end in (JOB_FEATURES, KERNEL_FEATURES[-1] + 1))
+# Columns that follow from a device's or a link's specification: of the node features tiles per SM, the link of a
+# message and what work is in seconds or in caches; of a format this device's peak; of the workload its seconds. Where a
+# job's roofline time goes, as shares of it, is not among them.
+_NUM_SHARES = len(_SHARED_KINDS) + len(AXES) + len(PHASES)
+SPECIFICATION_COLUMNS: dict[str, list[int] | slice] = {
+    "node_features": [
+        *(_SHARED_FEATURES - _GROUP_FEATURES - _TILE_FEATURES + column for column in (0, 1)),
+        *(_SHARED_FEATURES - column for column in (2, 1)),
+        *(work.start + column for work in WORK_COLUMNS for column in (0, 1, 2, 3, 8)),
+    ],
+    "format_features": [4, 5, 10, 11],
+    "hardware": slice(None),
+    "workload": [1 + _NUM_SHARES + 14, 1 + _NUM_SHARES + 15],
+}
 # Rough cost of launching one kernel from the host, only to scale the launch features (seconds).
 _TYPICAL_LAUNCH_S = 8e-6
 

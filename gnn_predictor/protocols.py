@@ -90,8 +90,7 @@ class Protocol:
     def network_errors(self, jobs: pd.DataFrame) -> dict[str, float]:
         """The network's error by split, as P1's held-out rows ``jobs`` have it, but for those of the split itself."""
         names = self.shop.runs.table["run_id"]
-        own = {split.name: set(names.iloc[list(split.test)]) for split in self.splits}
-        return {name: network_error_of(jobs[~jobs["run_id"].isin(runs)]) for name, runs in own.items()}
+        return network_errors(jobs, {split.name: set(names.iloc[list(split.test)]) for split in self.splits})
 
     def held_out(self) -> pd.DataFrame:
         """Every test row with both estimates, ``distance`` from its split's training rows, ``protocol`` and ``split``.
@@ -204,6 +203,11 @@ def network_error_of(jobs: pd.DataFrame) -> float:
     columns = ("network_s", "runs_s", "iter_time_s")
     network, runs, measured = (np.log(jobs[column].to_numpy(float)) for column in columns)
     return best_network_error(network, runs, jobs["runs_deviation"].to_numpy(float), measured)
+
+
+def network_errors(jobs: pd.DataFrame, runs_of: Mapping[str, set[str]]) -> dict[str, float]:
+    """The network's error by split, as held-out rows ``jobs`` have it, but for those of the split's own runs."""
+    return {name: network_error_of(jobs[~jobs["run_id"].isin(runs)]) for name, runs in runs_of.items()}
 
 
 def blended(held_out: pd.DataFrame, errors: Mapping[str, float]) -> pd.DataFrame:

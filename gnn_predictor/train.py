@@ -16,7 +16,7 @@ import sys
 
 from dataset_builder.command_line import answered_at_once
 
-HELP = """usage: python -m gnn_predictor.train [experiment=smoke|p2|p3|p4|p5|b3] [key=value ...] [--multirun]
+HELP = """usage: python -m gnn_predictor.train [experiment=smoke|p2|p3|p4|p5|b3|ablation] [key=value ...] [--multirun]
 
 Trains a predictor and judges it on held-out runs; conf/train.yaml lists the keys and their defaults.
 
@@ -51,7 +51,8 @@ from torch import Tensor
 
 from dataset_builder.corpus.build import load_corpus, open_corpus
 from dataset_builder.job.errors import JobError
-from gnn_predictor import ranks
+from gnn_predictor import ablation, ranks
+from gnn_predictor.ablation import Ablation, ablation_figures
 from gnn_predictor.adapter import Shrinkage
 from gnn_predictor.baselines import write_reference
 from gnn_predictor.blending import Blend
@@ -95,7 +96,10 @@ CONFIGURATION = str(_HERE / "conf" if (_HERE / "conf").is_dir() else _HERE.paren
 
 
 class ProtocolSettings(BaseModel):
-    """Which held-out protocols to run, with how many networks a split, and whether B3 is trained beside them."""
+    """Which held-out protocols to run, with how many networks a split, and whether B3 is trained beside them.
+
+    ``ablations``: P2 again without one kind of knowledge each; its own rows may be those of the checkpoint.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -103,6 +107,7 @@ class ProtocolSettings(BaseModel):
     folds: int = Field(default=5, ge=2)
     members: int = Field(default=1, ge=1)
     b3: bool = False
+    ablations: bool = False
 
 
 class CorpusSettings(BaseModel):
@@ -150,6 +155,8 @@ def run_training(settings: Settings) -> Path:
     )
     config = NetworkConfig.fitting(examples.runs.graphs[0], examples.devices, **settings.network)
     directory = Path(settings.work) / _identity(config, examples)
+    if not settings.members:
+        _checkpoint_there(settings, config, examples)  # before hours of fits
     shop = Workshop(config, examples.runs, examples.operators, directory, settings.workers)
     blind_shop = replace(shop, runs=examples.blind_runs) if examples.blind_runs else None
     known_runs = start.measured_runs if start else None
@@ -163,6 +170,9 @@ def run_training(settings: Settings) -> Path:
         for name in settings.protocols.names
     ]  # fmt: skip
     final = _final_tasks(settings, examples)
+    # Rows of networks that are about to be replaced say nothing of the new ones.
+    there = read_held_out(None if final else Path(settings.output))
+    ablations = _ablations(settings, examples, shop, there)
     final_blind = [replace(task, name=f"B3-{task.name}") for task in final[:1]] if blind_shop else []
     tracking = settings.tracking if ranks.is_leader() else {**settings.tracking, "mode": "disabled"}
     with Tracker(tracking, name=settings.name, config=settings.model_dump(mode="json")) as tracker:
@@ -172,11 +182,11 @@ def run_training(settings: Settings) -> Path:
         if blind_shop is not None:
             blind = [task for protocol in protocols for tasks in protocol.blind.values() for task in tasks]
             histories |= fit_all([*blind, *final_blind], blind_shop)
+        for each in ablations:
+            histories |= each.fit()
         if not ranks.is_leader():
             return Path(settings.output)
         _log_histories(tracker, histories, settings.fit.epochs)
-        # Rows of networks that are about to be replaced say nothing of the new ones.
-        there = read_held_out(Path(settings.output)) if not final else read_held_out(None)
         estimates = {protocol.name: protocol.held_out() for protocol in protocols}
         jobs = _unseen_jobs(estimates, there)
         network_errors = {protocol.name: protocol.network_errors(jobs) for protocol in protocols}
@@ -195,6 +205,10 @@ def run_training(settings: Settings) -> Path:
             tracker.summarize({f"{protocol.name}/mape_percent": metrics[protocol.name]["mape_percent"]})
             if protocol.name == "P1":
                 metrics["operators"] = protocol.unseen_operators()
+        if ablations:
+            own = metrics if ablation.PROTOCOL in metrics else load_checkpoint(settings.output).metrics
+            with_ablations = {"ablations": ablation_figures(ablations, known, examples.runs)}
+            metrics[ablation.PROTOCOL] = {**own[ablation.PROTOCOL], **with_ablations}
         blind_weights = dict(trained(final_blind, blind_shop).state_dict()) if blind_shop and final_blind else None
         network = trained(final, shop) if final else None
         process = regression.fit(examples.trusted) if final else None
@@ -218,6 +232,24 @@ def _identity(config: NetworkConfig, examples: Examples) -> str:
     """Names the working directory, so that a continued training never mixes networks, features or corpora."""
     parts = (asdict(config), FEATURE_HASH, examples.corpus_hash, len(examples.runs), len(examples.operators))
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+
+def _ablations(settings: Settings, examples: Examples, shop: Workshop, there: pd.DataFrame) -> list[Ablation]:
+    """Those that are asked for; CheckpointError without the full network's rows to set them beside."""
+    if not settings.protocols.ablations:
+        return []
+    if settings.finetune_from is not None:
+        raise CheckpointError("finetune_from: an ablation must not start from weights that know what it lacks")
+    splits = protocol_splits(ablation.PROTOCOL, examples, settings.protocols.folds)
+    trusted, names = set(examples.trusted), examples.runs.table["run_id"]
+    tested = {names.iloc[row] for split in splits for row in split.test if row in trusted}
+    rows_there = set(there["run_id"][there["protocol"] == ablation.PROTOCOL])
+    if ablation.PROTOCOL not in settings.protocols.names and rows_there != tested:
+        raise CheckpointError(
+            f"checkpoint {settings.output}: has no {ablation.PROTOCOL} of these runs to set ablations beside; "
+            "run experiment=p2 first"
+        )
+    return [Ablation.plan(name, splits, shop, settings.fit, settings.protocols.members) for name in ablation.NAMES]
 
 
 def _final_tasks(settings: Settings, examples: Examples) -> list[FitTask]:
@@ -282,12 +314,7 @@ def _write(
         tensors = dict(weights.network.state_dict())
         checkpoint = Checkpoint(description, tensors, metrics, blind=weights.blind, process=weights.process)
     else:
-        there = load_checkpoint(settings.output)
-        network_there = NetworkConfig(**{**there.config.network, "devices": tuple(there.config.network["devices"])})
-        if there.config.corpus_hash != examples.corpus_hash or network_there != config:
-            raise CheckpointError(
-                f"checkpoint {settings.output}: its network or corpus is not this configuration's; train it again first"
-            )
+        there = _checkpoint_there(settings, config, examples)
         interval = interval_of(known, there.config.interval)
         description = there.config.model_copy(update={"interval": interval, "blend": weights.blend})
         checkpoint = replace(there, config=description, metrics=_with_intervals({**there.metrics, **metrics}, known))
@@ -300,6 +327,17 @@ def _write(
     checkpoint = replace(checkpoint, points=points)
     beside = (partial(write_reference, reference), partial(write_held_out, known))
     return save_checkpoint(settings.output, checkpoint, model_card(checkpoint), beside)
+
+
+def _checkpoint_there(settings: Settings, config: NetworkConfig, examples: Examples) -> Checkpoint:
+    """The checkpoint that figures are added to; CheckpointError when they would not be its own."""
+    there = load_checkpoint(settings.output)
+    network_there = NetworkConfig(**{**there.config.network, "devices": tuple(there.config.network["devices"])})
+    if there.config.corpus_hash != examples.corpus_hash or network_there != config:
+        raise CheckpointError(
+            f"checkpoint {settings.output}: its network or corpus is not this configuration's; train it again first"
+        )
+    return there
 
 
 def _with_intervals(metrics: Mapping[str, Any], known: pd.DataFrame) -> dict[str, Any]:

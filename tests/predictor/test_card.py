@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gnn_predictor.card import breakdowns, figures, model_card, with_figures
+from gnn_predictor.card import ablations, breakdowns, figures, model_card, with_figures
 from gnn_predictor.checkpoint import Checkpoint, CheckpointConfig, load_checkpoint
 
 _README = Path(__file__).parents[2] / "README.md"
@@ -63,3 +63,21 @@ def test_both_blocks_of_a_text_are_filled_and_the_rest_stays() -> None:
     assert figures(metrics) in filled
     assert "to be replaced" not in filled
     assert [line for line in filled.splitlines() if line in ("a", "b", "c")] == ["a", "b", "c"]
+
+
+def test_ablations_stand_side_by_side_and_their_section_is_left_out_where_there_are_none() -> None:
+    assert ablations({"P1": _P1, "P2": _P1}) == ""
+    alone = {"mape_percent": 20.0, "median_ape_percent": 10.0, "macro_mape_over_left_out_percent": 15.0}
+    own = {
+        **alone,
+        "by_precision": {"fp8_mixed": {"mape_percent": 18.0}},
+        "precision_speedup": {"mape_percent": None},
+        "blended": {**alone, "mape_percent": 17.0},
+    }
+    names = ("full", "without_operators", "without_format_properties", "without_hardware")
+    metrics = {"P2": {"ablations": {name: {**own, "mape_percent": 20.0 + i} for i, name in enumerate(names)}}}
+    section = with_figures("<!-- ablations --><!-- /ablations -->", metrics)
+    assert "| all runs | 20.0% | 21.0% | 22.0% | 23.0% |" in section
+    assert "| fp8_mixed unseen | 18.0% | 18.0% | 18.0% | 18.0% |" in section
+    assert "| precision speed-up | - | - | - | - |" in section
+    assert "| all runs, blended with measured runs | 17.0% | 17.0% | 17.0% | 17.0% |" in section
