@@ -108,14 +108,20 @@ def figures(metrics: Mapping[str, Any]) -> str:
     ]
     averages = ["MAPE", "median", "over sources", "over what is unseen", "network alone", "runs alone"]
     head = ["held out", "runs", *averages, *(f"{name} MAPE" for name in baselines)]
-    ranking = ranking_sentence(metrics.get("P1", {}).get("layout_ranking"))
-    return _table(head, rows) + ranking + memory_sentence(metrics.get("memory"))
+    unseen_jobs = metrics.get("P1", {})
+    sentences = [
+        speedup_sentence(unseen_jobs),
+        ranking_sentence(unseen_jobs.get("layout_ranking")),
+        memory_sentence(metrics.get("memory")),
+    ]
+    return _table(head, rows) + "".join(sentences)
 
 
 def breakdowns(metrics: Mapping[str, Any]) -> str:
     """Markdown tables of every protocol's MAPE by precision, GPU, source, architecture, size and number of GPUs."""
     protocols = {name: metrics[name] for name in PROTOCOLS if name in metrics}
     parts = [f"### By {title}\n\n{_breakdown(protocols, key, order)}" for key, (title, order) in _BREAKDOWNS.items()]
+    parts.append(_speedups(metrics["P1"]))
     return "\n\n".join([noise_sentence(metrics.get("noise_floor")), *parts, _operators(metrics["operators"])])
 
 
@@ -173,6 +179,22 @@ def _breakdown(protocols: Mapping[str, Mapping[str, Any]], key: str, order: Sequ
     return _table(head, rows)
 
 
+def _speedups(unseen_jobs: Mapping[str, Any]) -> str:
+    """P6: the error of the speed-up from one precision to another, on pairs of runs that differ in nothing else."""
+    of = {"error": unseen_jobs, **{f"{name.upper()} error": own for name, own in unseen_jobs["baselines"].items()}}
+    pairs = unseen_jobs["precision_speedup"]["by_pair"]
+    rows = [
+        [
+            name.replace("->", " to "),
+            f"{each['count']:,}",
+            *(_percent(own["precision_speedup"]["by_pair"].get(name, {}).get("mape_percent")) for own in of.values()),
+        ]
+        for name, each in sorted(pairs.items(), key=lambda item: -int(item[1]["count"]))
+    ]
+    table = _table(["speed-up", "pairs", *of], rows)
+    return f"### Precision speed-up (P6)\n\nPairs of P1's unseen runs that differ only in precision.\n\n{table}"
+
+
 def _operators(operators: Mapping[str, Any]) -> str:
     """Held-out operators by kind, and the formats of each."""
     rows = [
@@ -185,6 +207,22 @@ def _operators(operators: Mapping[str, Any]) -> str:
         for kind, each in sorted(operators["by_kind"].items(), key=lambda item: -int(item[1]["count"]))
     ]
     return f"### Operators\n\nShapes that P1's networks never saw.\n\n{_table(_OPERATOR_HEAD, rows)}"
+
+
+def speedup_sentence(unseen_jobs: Mapping[str, Any]) -> str:
+    """P6: how well speed-ups between precisions are predicted, of P1's figures; nothing where there are no pairs."""
+    speedup = unseen_jobs.get("precision_speedup", {})
+    if not speedup.get("count"):
+        return ""
+    blind = unseen_jobs["baselines"].get("b3", {}).get("precision_speedup", {})
+    beside = f" (B3 {_percent(blind['mape_percent'])})" if blind.get("count") else ""
+    mean, median, direction = (
+        _percent(speedup[f"{name}_percent"]) for name in ("mape", "median_ape", "right_direction")
+    )
+    return (
+        f"\n\nP6, precision speed-up: of {speedup['count']:,} pairs of unseen runs that differ only in precision, it "
+        f"is predicted with {mean} mean error{beside}, {median} median, and in the right direction in {direction}."
+    )
 
 
 def ranking_sentence(ranking: Mapping[str, Any] | None) -> str:

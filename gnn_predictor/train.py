@@ -16,7 +16,7 @@ import sys
 
 from dataset_builder.command_line import answered_at_once
 
-HELP = """usage: python -m gnn_predictor.train [experiment=smoke|p2|p3|p4|p5|b3|ablation] [key=value ...] [--multirun]
+HELP = """usage: python -m gnn_predictor.train [experiment=smoke|p2|...|p6|b3|ablation] [key=value ...] [--multirun]
 
 Trains a predictor and judges it on held-out runs; conf/train.yaml lists the keys and their defaults.
 

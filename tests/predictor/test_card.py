@@ -46,6 +46,19 @@ def test_a_text_without_the_marks_is_refused() -> None:
         with_figures("# Title", {"P1": _P1})
 
 
+def test_speed_ups_between_precisions_are_told_with_b3_beside_them() -> None:
+    speedup = {"count": 20, "mape_percent": 5.0, "median_ape_percent": 2.5, "right_direction_percent": 99.0,
+               "by_pair": {"bf16_mixed->fp8_mixed": {"count": 20, "mape_percent": 5.0}}}  # fmt: skip
+    blind = {"mape_percent": 60.0, "precision_speedup": {**speedup, "mape_percent": 30.0}}
+    text = figures({"P1": {**_P1, "precision_speedup": speedup, "baselines": {"b3": blind}}})
+    assert "of 20 pairs of unseen runs" in text
+    assert "with 5.0% mean error (B3 30.0%), 2.5% median, and in the right direction in 99.0%." in text
+    released = load_checkpoint().metrics
+    for name, own in released["P1"]["precision_speedup"]["by_pair"].items():
+        line = f"| {name.replace('->', ' to ')} | {own['count']:,} | {own['mape_percent']:.1f}% |"
+        assert line in breakdowns(released)
+
+
 def test_every_class_of_runs_has_its_line() -> None:
     metrics = load_checkpoint().metrics
     text = breakdowns(metrics)
