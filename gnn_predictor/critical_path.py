@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dataset_builder.job.hardware import DeviceSpec
 from dataset_builder.tracing.graph import COLLECTIVES, OpNode, TrainingGraph
 from gnn_predictor.batch import GraphBatch, pipeline_shape
-from gnn_predictor.event_order import last_to_step
+from gnn_predictor.event_order import PipelineShape, last_to_step
 from gnn_predictor.features import AXES, NUM_SLOTS, SLOTS, GraphArrays
 from gnn_predictor.network import NodeTimes, StageTable, stage_times
 from gnn_predictor.schedule import TIMES, Makespan, pipeline_makespan
@@ -67,30 +67,32 @@ class JobTimes:
     path: Makespan
 
     @classmethod
-    def of(cls, index: int, batch: GraphBatch, times: NodeTimes, table: StageTable) -> JobTimes:
-        """Job ``index`` of a batch."""
-        rows, nodes = list(batch.stage_rows[index]), batch.node_graph == index
-        forward, backward, shape = _numpy(table.forward_s[rows]), _numpy(table.backward_s[rows]), batch.shapes[index]
-        stage_s = _numpy(stage_times(table, rows))
-        if shape.num_ranks == 1:
-            counts = np.zeros_like(stage_s)
-            counts[[_TIME["forward"], _TIME["backward"]]] = shape.num_microbatches
-            path = Makespan(float((forward + backward)[0]) * shape.num_microbatches, counts, 0.0)
-        else:
-            path = pipeline_makespan(shape, stage_s, float(table.hop_s[rows].sum()) / shape.num_hops)
-        return cls(
-            seconds=_numpy(times.seconds[nodes]),
-            exposed_s=_numpy(times.exposed_s[nodes]),
-            overhead_s=float(times.overhead_s[index]),
-            spread=float(times.log_spread[index].exp()),
-            measured_share=0.0,
-            slots=_numpy(table.slots[rows]),
-            forward_s=forward,
-            backward_s=backward,
-            stage_s=stage_s,
-            iteration_s=_numpy(table.iteration_s[rows]),
-            path=path,
-        )
+    def of_batch(cls, batch: GraphBatch, times: NodeTimes, table: StageTable) -> list[JobTimes]:
+        """Every job of a batch. Tensors become arrays once for all jobs: that costs more than what a job picks."""
+        seconds, exposed_s, overhead_s = map(_numpy, (times.seconds, times.exposed_s, times.overhead_s))
+        slots, iteration_s, spread = map(_numpy, (table.slots, table.iteration_s, times.log_spread.exp()))
+        class_s = _numpy(stage_times(table, range(len(slots))))  # [len(TIMES), K]
+        ends = np.bincount(batch.node_graph.numpy(), minlength=len(batch.shapes)).cumsum().tolist()
+        each = []
+        for index, (shape, stage_rows) in enumerate(zip(batch.shapes, batch.stage_rows, strict=True)):
+            rows, nodes = list(stage_rows), slice(ends[index - 1] if index else 0, ends[index])
+            stage_s = class_s[:, rows]
+            hop_s = float(table.hop_s[rows].sum()) / max(1, shape.num_hops)
+            job_times = cls(
+                seconds=seconds[nodes],
+                exposed_s=exposed_s[nodes],
+                overhead_s=float(overhead_s[index]),
+                spread=float(spread[index]),
+                measured_share=0.0,
+                slots=slots[rows],
+                forward_s=stage_s[_TIME["forward"]],
+                backward_s=stage_s[_TIME["backward"]],
+                stage_s=stage_s,
+                iteration_s=iteration_s[rows],
+                path=_path(shape, stage_s, hop_s),
+            )
+            each.append(job_times)
+        return each
 
     @property
     def total_s(self) -> float:
@@ -106,6 +108,16 @@ class JobTimes:
     def corrected(self, log_factor: float, share: float, spread: float) -> JobTimes:
         """Drawn towards what measured runs like the job took, which have this share in the estimate."""
         return replace(self.scaled(math.exp(log_factor)), spread=spread, measured_share=share)
+
+
+def _path(shape: PipelineShape, stage_s: Floats, hop_s: float) -> Makespan:
+    """The pipeline's critical path; a single rank runs one pass after the other."""
+    if shape.num_ranks > 1:
+        return pipeline_makespan(shape, stage_s, hop_s)
+    counts = np.zeros_like(stage_s)
+    counts[[_TIME["forward"], _TIME["backward"]]] = shape.num_microbatches
+    both_s = float(stage_s[_TIME["forward"], 0] + stage_s[_TIME["backward"], 0])
+    return Makespan(both_s * shape.num_microbatches, counts, 0.0)
 
 
 @dataclass(frozen=True)
@@ -184,27 +196,33 @@ def _executions(arrays: GraphArrays, times: JobTimes) -> tuple[Floats, Floats]:
 
     They differ for messages that are hidden beside a pass of the other direction.
     """
-    path, shape = times.path, pipeline_shape(arrays)
+    path, shape, stage = times.path, pipeline_shape(arrays), arrays.stage_class
     num_hops, last = max(1, shape.num_hops), last_to_step(shape, times.iteration_s.tolist())
-    runs = np.zeros((len(arrays.cell_launches) // NUM_SLOTS, NUM_SLOTS))
-    apart, hidden = np.zeros_like(runs), np.zeros_like(runs)
-    messages = _stage_slots(arrays, arrays.is_hidden_in_pairs * times.exposed_s)
-    for stage, row in enumerate(arrays.stage_class.tolist()):
-        runs[row, _FORWARD] += path.forward_counts[stage]
-        runs[row, _BACKWARD] += path.backward_counts[stage]
-        runs[row, _SLOT["hop"]] += path.hop_counts / num_hops  # a hop takes the mean of all sends
-        if stage in last:
-            runs[row, _STEP] += 1.0
-        apart[row, _SLOT["backward"]] += path.counts[_TIME["weight_gradient"], stage]
-        for slot, times_row in (
-            (_SLOT["comm_forward"], _TIME["hidden_forward"]),
-            (_SLOT["comm_backward"], _TIME["hidden_backward"]),
-        ):
-            if messages[stage, slot] > 0:
-                share = times.stage_s[times_row, stage] / messages[stage, slot]
-                hidden[row, slot] += path.counts[times_row, stage] * share
+    classes = len(arrays.cell_launches) // NUM_SLOTS
+
+    def of_class(counts: Floats) -> Floats:
+        """Counts of every stage, added up over the stages that equal a distinct one. [S] -> [K]"""
+        return np.bincount(stage, weights=counts, minlength=classes).astype(np.float64)
+
+    runs = np.zeros((classes, NUM_SLOTS))
+    runs[:, _FORWARD] = of_class(path.forward_counts)[:, None]
+    runs[:, _BACKWARD] = of_class(path.backward_counts)[:, None]
+    runs[:, _SLOT["hop"]] = of_class(np.full(len(stage), path.hop_counts / num_hops))  # a hop is the mean of all sends
+    runs[:, _STEP] = np.bincount(stage[list(last)], minlength=classes)[:, None]
     cell, node = arrays.entry_cell, arrays.entry_node
-    of_entry = runs.reshape(-1)[cell] + arrays.is_weight_gradient[node] * apart.reshape(-1)[cell]
+    of_entry = runs.reshape(-1)[cell]
+    if arrays.is_weight_gradient.any():
+        apart = np.zeros_like(runs)
+        apart[:, _SLOT["backward"]] = of_class(path.counts[_TIME["weight_gradient"]])
+        of_entry = of_entry + arrays.is_weight_gradient[node] * apart.reshape(-1)[cell]
+    if not arrays.is_hidden_in_pairs.any():
+        return of_entry, of_entry
+    hidden = np.zeros_like(runs)
+    messages = _stage_slots(arrays, arrays.is_hidden_in_pairs * times.exposed_s)
+    for direction in ("forward", "backward"):
+        slot, row = _SLOT[f"comm_{direction}"], _TIME[f"hidden_{direction}"]
+        share = np.divide(times.stage_s[row], messages[:, slot], out=np.zeros(len(stage)), where=messages[:, slot] > 0)
+        hidden[:, slot] = of_class(path.counts[row] * share)
     return of_entry, of_entry + arrays.is_hidden_in_pairs[node] * hidden.reshape(-1)[cell]
 
 
@@ -220,12 +238,14 @@ def _host_s(arrays: GraphArrays, times: JobTimes) -> float:
     path = times.path
     forward = times.forward_s - times.slots[:, _FORWARD].sum(axis=1)
     backward = times.backward_s - times.slots[:, _BACKWARD].sum(axis=1)
-    apart_s = _stage_slots(arrays, arrays.is_weight_gradient * times.exposed_s)[:, _SLOT["backward"]]
-    apart = times.stage_s[_TIME["weight_gradient"]] - apart_s
     last = list(last_to_step(pipeline_shape(arrays), times.iteration_s.tolist()))
     step = times.iteration_s[last].sum() - times.slots[np.ix_(last, _STEP)].sum()
     waiting = float(path.forward_counts @ forward + path.backward_counts @ backward + step)
-    return max(0.0, waiting + float(path.counts[_TIME["weight_gradient"]] @ apart)) + times.overhead_s
+    if arrays.is_weight_gradient.any():
+        apart_s = _stage_slots(arrays, arrays.is_weight_gradient * times.exposed_s)[:, _SLOT["backward"]]
+        apart = times.stage_s[_TIME["weight_gradient"]] - apart_s
+        waiting += float(path.counts[_TIME["weight_gradient"]] @ apart)
+    return max(0.0, waiting) + times.overhead_s
 
 
 def _largest_first(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -61,13 +61,17 @@ SHARDINGS = ("none", "zero1", "zero2", "zero3", "hsdp")
 DEVICE_FORMATS = ("fp32", "tf32", "fp16", "bf16", "fp8_e4m3", "mxfp8", "nvfp4")
 _FORMAT_KINDS = ("cast", "quantize", "copy", "reduction")  # kernels that are there because of a format
 _SHARED_KINDS = tuple(kind for kind in KINDS if kind not in _FORMAT_KINDS)
+_IS_SHARED_KIND = np.array([kind in _SHARED_KINDS for kind in KINDS])
+_IS_MESSAGE = np.array([kind in COLLECTIVES for kind in KINDS], dtype=np.float32)
 _TILE_FEATURES, _GROUP_FEATURES, _WORK_FEATURES = 5, 4, 9
+_FORMAT_FEATURES = 12  # six of the input's format and six of the output's
 _SHARED_FEATURES = len(KINDS) + len(PHASES) + len(AXES) + len(_OP_CLASSES) + 6 + 1 + _TILE_FEATURES + _GROUP_FEATURES
 JOB_FEATURES = _SHARED_FEATURES + _WORK_FEATURES  # leading columns of node_features that no format changes
+_NODE_FEATURES = JOB_FEATURES + len(_RECIPES) + _WORK_FEATURES
 # Columns of node_features that say what a kernel does in its own formats.
-KERNEL_FEATURES = (*range(_SHARED_FEATURES), *range(JOB_FEATURES, JOB_FEATURES + len(_RECIPES) + _WORK_FEATURES))
+KERNEL_FEATURES = (*range(_SHARED_FEATURES), *range(JOB_FEATURES, _NODE_FEATURES))
 # Where node_features say a kernel's work: in 16 bits, and in its own formats.
-WORK_COLUMNS = tuple(slice(end - _WORK_FEATURES, end) for end in (JOB_FEATURES, KERNEL_FEATURES[-1] + 1))
+WORK_COLUMNS = tuple(slice(end - _WORK_FEATURES, end) for end in (JOB_FEATURES, _NODE_FEATURES))
 # Columns that follow from a device's or a link's specification: of the node features tiles per SM, the link of a
 # message and what work is in seconds or in caches; of a format this device's peak; of the workload its seconds. Where a
 # job's roofline time goes, as shares of it, is not among them.
@@ -251,22 +255,19 @@ def software_features(software: SoftwareStack, optimizer: str) -> list[float]:
     return [*measured, *framework, *year, *switches, *attention, *(float(optimizer == name) for name in OPTIMIZERS)]
 
 
-def workload_features(job: TrainingJob, layout: RankLayout, nodes: Sequence[_Located], total_s: float) -> list[float]:
+def workload_features(job: TrainingJob, layout: RankLayout, work: _Work) -> list[float]:
     """Sizes of the job and where the roofline time of its work in 16 bits goes.
 
     Nothing here depends on a format: how a format changes a job's time is for the kernels to say, where operators
     measured in that format teach it even when no run was.
     """
     log = math.log2
-    model, batch = job.model, job.batch
-    parts: dict[tuple[str, str | None], list[float]] = {}
-    for item in nodes:
-        node, seconds = item.node, item.roofline_s * item.weight
-        for key in (("kind", node.kind), ("axis", node.axis), ("phase", node.phase)):
-            parts.setdefault(key, []).append(seconds)
-    named = (("kind", _SHARED_KINDS), ("axis", AXES), ("phase", PHASES))
-    shares = [_share(parts, (what, name), total_s) for what, names in named for name in names]
-    launch_s = sum(item.node.launches * item.weight for item in nodes) * _TYPICAL_LAUNCH_S
+    model, batch, total_s = job.model, job.batch, work.total_s
+    shares = [
+        math.log10(seconds / (total_s + 1e-12) + 1e-4) / 2 + 1
+        for seconds in (*work.by_shared_kind_s, *work.by_axis_s, *work.by_phase_s)
+    ]
+    launch_s = work.launches * _TYPICAL_LAUNCH_S
     sizes = [
         log(model.hidden_size) - 11, log(model.num_layers) - 5, log(batch.seq_length) - 11, log(model.vocab_size) - 15,
         log(batch.micro_batch_size) - 1, log(layout.num_microbatches) / 2 - 1, log(job.cluster.num_gpus) / 2 - 2,
@@ -284,45 +285,68 @@ def workload_features(job: TrainingJob, layout: RankLayout, nodes: Sequence[_Loc
 
 
 @dataclass(frozen=True)
-class _Located:
-    """A node, its roofline in 16 bits and how often the busiest stage runs it in one iteration."""
+class _Work:
+    """What the busiest stage runs in one iteration, rooflines in 16 bits; without kernels that only formats cause."""
 
-    node: OpNode
-    roofline_s: float
-    weight: float
+    by_shared_kind_s: list[float]
+    by_axis_s: list[float]
+    by_phase_s: list[float]
+    total_s: float
+    launches: float
+
+    @classmethod
+    def of(cls, columns: NDArray[np.void], executions: NDArray[np.float64]) -> _Work:
+        """``columns`` [N] as :data:`_COLUMNS`, ``executions`` [stage, N] of one iteration."""
+        neutral_s = columns["neutral_roofline_s"]
+        times = executions[(executions * neutral_s).sum(axis=1).argmax()] * _IS_SHARED_KIND[columns["kind"]]
+        seconds = neutral_s * times
+
+        def summed(code: str, names: Sequence[str]) -> list[float]:
+            return np.bincount(columns[code], weights=seconds, minlength=len(names)).tolist()[: len(names)]
+
+        by_kind = summed("kind", KINDS)
+        return cls(
+            by_shared_kind_s=[by_kind[KINDS.index(name)] for name in _SHARED_KINDS],
+            by_axis_s=summed("axis", AXES),
+            by_phase_s=summed("phase", PHASES),
+            total_s=sum(seconds.tolist()),
+            launches=sum((columns["launches"] * times).tolist()),
+        )
 
 
-def _share(parts: Mapping[tuple[str, str | None], list[float]], key: tuple[str, str], total_s: float) -> float:
-    return math.log10(sum(parts.get(key, ())) / (total_s + 1e-12) + 1e-4) / 2 + 1
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _NodeColumns:
-    """What is known of a node on a device: the layouts of a job share most nodes, so each is worked out once."""
-
-    features: FloatArray  # [node feature]
-    format_features: FloatArray  # [format feature]
-    formats: tuple[int, int]
-    roofline_s: float
-    neutral_roofline_s: float  # with 16-bit inputs and outputs
-    slot: int
+# What is known of a node on a device, as bytes of one record: the layouts of a job share most nodes, so each is worked
+# out once, and those of a job are put together by a copy. Numbers of kind, axis and phase count through their names.
+_COLUMNS = np.dtype(
+    [
+        ("kind", np.int64), ("axis", np.int64), ("phase", np.int64), ("slot", np.int64), ("is_once", np.int64),
+        ("formats", np.int64, 2), ("launches", np.float64), ("roofline_s", np.float64),
+        ("neutral_roofline_s", np.float64), ("features", np.float32, _NODE_FEATURES),
+        ("format_features", np.float32, _FORMAT_FEATURES),
+    ],
+    align=True,
+)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=16)
-def _columns_on(device: DeviceSpec) -> Callable[[OpNode, AxisGroup | None], _NodeColumns]:
+def _columns_on(device: DeviceSpec) -> Callable[[OpNode, AxisGroup | None], bytes]:
     """The columns of nodes on one device; ``group``: the ranks that a message is between."""
 
     @functools.lru_cache(maxsize=2**13)
-    def node_columns(node: OpNode, group: AxisGroup | None) -> _NodeColumns:
+    def node_columns(node: OpNode, group: AxisGroup | None) -> bytes:
         neutral, seconds = in_16_bits(node, device), roofline_s(node, device, group)
-        return _NodeColumns(
-            features=np.array(node_features(node, neutral, device, group, seconds), dtype=np.float32),
-            format_features=np.array(format_features(node, device), dtype=np.float32),
-            formats=(_FORMAT_INDEX[node.input_dtype], _FORMAT_INDEX[node.output_dtype]),
-            roofline_s=seconds,
-            neutral_roofline_s=roofline_s(neutral, device, group),
-            slot=_slot(node),
-        )
+        columns = np.zeros((), dtype=_COLUMNS)
+        columns["kind"] = KINDS.index(node.kind)
+        columns["axis"] = AXES.index(node.axis) if node.axis else len(AXES)
+        columns["phase"] = PHASES.index(node.phase)
+        columns["slot"] = _slot(node)
+        columns["is_once"] = node.per == "iteration"
+        columns["formats"] = _FORMAT_INDEX[node.input_dtype], _FORMAT_INDEX[node.output_dtype]
+        columns["launches"] = node.launches
+        columns["roofline_s"] = seconds
+        columns["neutral_roofline_s"] = roofline_s(neutral, device, group)
+        columns["features"] = node_features(node, neutral, device, group, seconds)
+        columns["format_features"] = format_features(node, device)
+        return columns.tobytes()
 
     return node_columns
 
@@ -332,49 +356,38 @@ def featurize(job: TrainingJob, graph: TrainingGraph, layout: RankLayout) -> Gra
     device = job.cluster.gpu
     of_node = _columns_on(device)
     columns = [of_node(node, layout.group_of(node)) for node in graph.nodes]
-    rooflines = [column.roofline_s for column in columns]
+    table = np.frombuffer(b"".join(columns), dtype=_COLUMNS)  # [N]
     classes, stage_class = _distinct_rows(graph.repeats)
     entry_class, entry_node = np.nonzero(classes)
-    slots = np.array([column.slot for column in columns])
-    cell = entry_class * NUM_SLOTS + slots[entry_node]
+    cell = entry_class * NUM_SLOTS + table["slot"][entry_node]
     weight = classes[entry_class, entry_node]
-    launches = np.array([node.launches for node in graph.nodes])
-    per_iteration = [1 if node.per == "iteration" else layout.num_microbatches for node in graph.nodes]
-    neutral = [column.neutral_roofline_s for column in columns]
-    busiest = (classes * np.array(per_iteration) * np.array(neutral)).sum(axis=1).argmax()
-    located = [
-        _Located(node, seconds, times * number)
-        for node, seconds, times, number in zip(
-            graph.nodes, neutral, classes[busiest].tolist(), per_iteration, strict=True
-        )
-        if times and node.kind not in _FORMAT_KINDS
-    ]
-    total_s = sum(item.roofline_s * item.weight for item in located)
+    work = _Work.of(table, classes * np.where(table["is_once"], 1, layout.num_microbatches))
+    sources, targets, kinds = zip(*graph.edges, strict=True) if graph.edges else ((), (), ())
     cluster = job.cluster
     return GraphArrays(
-        node_features=np.array([column.features for column in columns]),
-        format_features=np.array([column.format_features for column in columns]),
-        node_formats=np.array([column.formats for column in columns], dtype=np.int64).reshape(-1, 2),
-        log_roofline_s=np.log(np.maximum(rooflines, _LEAST_SECONDS)).astype(np.float32),
-        launches=launches.astype(np.float32),
-        is_overlappable=np.array([node.kind in COLLECTIVES for node in graph.nodes], dtype=np.float32),
+        node_features=table["features"].copy(),
+        format_features=table["format_features"].copy(),
+        node_formats=table["formats"].copy(),
+        log_roofline_s=np.log(np.maximum(table["roofline_s"], _LEAST_SECONDS)).astype(np.float32),
+        launches=table["launches"].astype(np.float32),
+        is_overlappable=_IS_MESSAGE[table["kind"]],
         is_weight_gradient=_is_weight_gradient(job, graph),
         is_serial=_is_serial(job, graph),
         is_chunked=_is_chunked(job, graph),
         is_hidden_in_pairs=_is_hidden_in_pairs(job, graph),
-        edge_index=np.array([[e.source for e in graph.edges], [e.target for e in graph.edges]], dtype=np.int64),
-        edge_kind=np.array([_EDGE_KIND_INDEX[e.kind] for e in graph.edges], dtype=np.int64),
+        edge_index=np.array([sources, targets], dtype=np.int64),
+        edge_kind=np.array([_EDGE_KIND_INDEX[kind] for kind in kinds], dtype=np.int64),
         entry_node=entry_node.astype(np.int64),
         entry_cell=cell.astype(np.int64),
         entry_weight=weight.astype(np.float32),
         cell_launches=np.bincount(
-            cell, weights=weight * launches[entry_node], minlength=len(classes) * NUM_SLOTS
+            cell, weights=weight * table["launches"][entry_node], minlength=len(classes) * NUM_SLOTS
         ).astype(np.float32),
         stage_class=stage_class,
         hardware=_row(hardware_features(device, cluster.intra_node, cluster.inter_node, cluster.num_nodes)),
         device_name=device.name,
         software=_row(software_features(job.software, job.optimizer.name)),
-        workload=_row([1.0, *workload_features(job, layout, located, total_s)]),
+        workload=_row([1.0, *workload_features(job, layout, work)]),
         num_microbatches=layout.num_microbatches,
         schedule=job.parallel.schedule or "1f1b",
         virtual_pipeline=layout.virtual_pipeline,

@@ -129,9 +129,8 @@ class MessagePassing(nn.Module):
 
     def forward(self, h: Tensor, context: Tensor, batch: GraphBatch) -> Tensor:
         """[N, hidden] and [B, context] -> [N, hidden]."""
-        x = self.norm(h)
-        scale, shift = self.condition(context)[batch.node_graph].chunk(2, dim=-1)
-        x = x * (1 + scale) + shift
+        scale, shift = self.condition(context).chunk(2, dim=-1)
+        x = self.norm(h) * (1 + scale)[batch.node_graph] + shift[batch.node_graph]
         message = self.message(x)
         source, target = batch.edge_index
         incoming = _mean_over(message, source, target, self.kind(batch.edge_kind))
@@ -172,8 +171,9 @@ class KernelStream(nn.Module):
 
     def forward(self, inputs: Tensor, hardware: Tensor, batch: GraphBatch) -> Tensor:
         """[N, inputs] and [B, context] -> log slowdown and log launch factor, [N, 2]."""
-        scale, shift = self.condition(hardware)[batch.node_graph].chunk(2, dim=-1)
-        return torch.as_tensor(self.outputs(self.body(self.inputs(inputs) * (1 + scale) + shift)))
+        scale, shift = self.condition(hardware).chunk(2, dim=-1)
+        conditioned = self.inputs(inputs) * (1 + scale)[batch.node_graph] + shift[batch.node_graph]
+        return torch.as_tensor(self.outputs(self.body(conditioned)))
 
 
 class Predictor(nn.Module):

@@ -27,14 +27,14 @@ from dataset_builder.tracing.layout import RankLayout, resolved_layout, unsuppor
 from dataset_builder.tracing.trace import GraphBuilder
 from gnn_predictor import __version__
 from gnn_predictor.adapter import corrected_times, effect_of, measured_times, scaled_times
-from gnn_predictor.batch import GraphBatch, collate
+from gnn_predictor.batch import collate
 from gnn_predictor.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from gnn_predictor.critical_path import Breakdown, JobTimes, StepDetail, breakdown
 from gnn_predictor.domain import outside
 from gnn_predictor.features import GraphArrays, featurize
 from gnn_predictor.memory import MemoryFit, StageMemory, peak_memory
 from gnn_predictor.memory_advice import Verdict, doubts, shortages, verdict
-from gnn_predictor.network import Ensemble, NetworkConfig, NodeTimes, stage_table
+from gnn_predictor.network import Ensemble, NetworkConfig, stage_table
 from gnn_predictor.stage_prediction import StagePrediction, stage_predictions
 
 SCHEMA_VERSION = 1
@@ -330,7 +330,7 @@ def job_times(jobs: Sequence[TrainingJob], graphs: Sequence[GraphArrays], checkp
     network, config = network_of(checkpoint)
     batch = collate(graphs, config.devices)
     times = network.node_times(batch)
-    answers = _answers(batch, times)
+    answers = JobTimes.of_batch(batch, times, stage_table(batch, times))
     runs, adapter = checkpoint.measured_runs, checkpoint.config.adapter
     if runs is not None:
         labels = [job.precision.label for job in jobs]
@@ -343,16 +343,11 @@ def job_times(jobs: Sequence[TrainingJob], graphs: Sequence[GraphArrays], checkp
     effects = [effect_of(adapter, job) for job in jobs]
     times = measured_times(batch, times, [effect.kernels for effect in effects])
     times = scaled_times(batch, times, torch.tensor([effect.log_scales for effect in effects]))
-    adapted = _answers(batch, times)
+    adapted = JobTimes.of_batch(batch, times, stage_table(batch, times))
     return [
         replace(each, spread=before.spread, measured_share=before.measured_share)
         for each, before in zip(adapted, answers, strict=True)
     ]
-
-
-def _answers(batch: GraphBatch, times: NodeTimes) -> list[JobTimes]:
-    table = stage_table(batch, times)
-    return [JobTimes.of(index, batch, times, table) for index in range(len(batch.shapes))]
 
 
 def _prediction(traced: _TracedJob, estimate: _Estimate, distance: float | None, checkpoint: Checkpoint) -> Prediction:

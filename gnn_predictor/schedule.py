@@ -204,13 +204,15 @@ def _ends(events: _Events, stage_s: Floats, hop_s: float, begun: Sequence[float]
 
 def _path_to(place: int, events: _Events, end: Sequence[float], hop_s: float) -> tuple[int, Floats, int]:
     """Back along the longest path: the rank it starts on, how often it runs each work, and its hops."""
+    previous, feeder, is_remote, work = events.previous, events.feeder, events.is_remote, events.work
     works, hops = [], 0
     while place >= events.num_ranks:
         event = place - events.num_ranks
-        works.append(events.work[event])
-        _, waits = _start(place, events, end, hop_s)
-        hops += waits and events.is_remote[event]
-        place = events.feeder[event] if waits else events.previous[event]
+        works.append(work[event])
+        ready = end[feeder[event]] + (hop_s if is_remote[event] else 0.0)
+        waits = ready > end[previous[event]]  # as in _start, whose call would cost more than all of this
+        hops += waits and is_remote[event]
+        place = feeder[event] if waits else previous[event]
     return place, np.bincount(works, minlength=len(events.coefficients)).astype(np.float64), hops
 
 

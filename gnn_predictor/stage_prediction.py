@@ -68,26 +68,28 @@ def stage_predictions(
     microbatches = shape.num_microbatches
     # Of every stage, the messages that run beside a pass of the other direction, which nobody waits for.
     pairs = np.array(paired_passes(shape))  # [forward or backward, stage]
-    hidden_s = (pairs * times.stage_s[[TIMES.index("hidden_forward"), TIMES.index("hidden_backward")]]).sum(axis=0)
-    busy_s = microbatches * (times.forward_s + times.backward_s) - hidden_s
+    hidden = (pairs * times.stage_s[[TIMES.index("hidden_forward"), TIMES.index("hidden_backward")]]).sum(axis=0)
+    hidden_s, busy_s = hidden.tolist(), (microbatches * (times.forward_s + times.backward_s) - hidden).tolist()
+    forward_s, backward_s, step_s = times.forward_s.tolist(), times.backward_s.tolist(), times.iteration_s.tolist()
     stages = []
-    for index, facts in enumerate(detail.graph.stages):
-        slot = dict(zip(SLOTS, times.slots[index].tolist(), strict=True))
-        of_rank = list(stages_of_rank(shape, index))
-        total = float(busy_s[of_rank].mean() + times.iteration_s[of_rank].sum()) + times.overhead_s
+    for index, (facts, slots) in enumerate(zip(detail.graph.stages, times.slots.tolist(), strict=True)):
+        slot = dict(zip(SLOTS, slots, strict=True))
+        of_rank = stages_of_rank(shape, index)
+        mean_busy_s = sum(busy_s[stage] for stage in of_rank) / len(of_rank)
+        total = mean_busy_s + sum(step_s[stage] for stage in of_rank) + times.overhead_s
         bubble = iteration_s - total
         stages.append(
             StagePrediction(
                 stage=index,
                 layers=facts.layers,
-                forward_s=float(times.forward_s[index]) - slot["comm_forward"],
-                backward_s=float(times.backward_s[index]) - slot["recompute"] - slot["comm_backward"],
+                forward_s=forward_s[index] - slot["comm_forward"],
+                backward_s=backward_s[index] - slot["recompute"] - slot["comm_backward"],
                 recompute_s=slot["recompute"],
                 communication_exposed_s=microbatches * (slot["comm_forward"] + slot["comm_backward"])
                 + slot["comm_iteration"]
-                - float(hidden_s[index]),
+                - hidden_s[index],
                 bubble_s=bubble if bubble > _ROUNDING * iteration_s else 0.0,
-                optimizer_s=float(times.iteration_s[index]) - slot["comm_iteration"],
+                optimizer_s=step_s[index] - slot["comm_iteration"],
                 overhead_s=times.overhead_s,
                 total_s=total,
                 memory=memory[index],

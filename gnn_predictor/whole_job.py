@@ -17,7 +17,7 @@ from torch import Tensor
 from gnn_predictor.features import KIND_COLUMNS, NUM_SLOTS, SLOTS, FloatArray, GraphArrays
 from gnn_predictor.network import HOST_LAUNCH_S, KERNEL_LAUNCH_S, STARTING_SLOWDOWN, STEP_OVERHEAD_S
 
-_ONCE_AN_ITERATION = tuple(SLOTS.index(name) for name in ("optimizer", "comm_iteration"))
+_IS_ONCE_AN_ITERATION = np.array([name in ("optimizer", "comm_iteration") for name in SLOTS])  # by slot
 OF_THE_GRAPH = KIND_COLUMNS.stop + NUM_SLOTS + 4  # coordinates beside the network's inputs of the whole job
 # A rank's idle time over that of 1F1B, with backward passes twice as long as forward passes, half of it for the weights
 # (Qi et al. 2023, arXiv 2401.10241, table 2; DeepSeek-V3, arXiv 2412.19437, table 2, of many ranks).
@@ -49,7 +49,7 @@ class WholeJobs:
 
 def _point(graph: GraphArrays) -> tuple[FloatArray, float]:
     slot = graph.entry_cell % NUM_SLOTS
-    executions = graph.entry_weight * np.where(np.isin(slot, _ONCE_AN_ITERATION), 1, graph.num_microbatches)
+    executions = graph.entry_weight * np.where(_IS_ONCE_AN_ITERATION[slot], 1, graph.num_microbatches)
     roofline = np.exp(graph.log_roofline_s, dtype=np.float64)[graph.entry_node] * executions
     stage = graph.entry_cell // NUM_SLOTS
     busiest = stage == np.bincount(stage, weights=roofline).argmax()
@@ -72,7 +72,7 @@ def _physical_s(
     """Seconds of an iteration from the entries of its busiest stage, each with all its executions. [entry]"""
     hidden = _HIDDEN * graph.is_overlappable[node] * (1 - graph.is_serial[node])
     device = (roofline * STARTING_SLOWDOWN + launches * KERNEL_LAUNCH_S) * (1 - hidden)
-    once = np.isin(slot, _ONCE_AN_ITERATION)
+    once = _IS_ONCE_AN_ITERATION[slot]
     microbatches, iteration = (
         max(float(device[part].sum()), float(launches[part].sum()) * HOST_LAUNCH_S) for part in (~once, once)
     )

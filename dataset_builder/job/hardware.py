@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Mapping
 from importlib import resources
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -66,11 +66,11 @@ class DeviceSpec(Frozen):
 
     def peak(self, fmt: str) -> float:
         """Dense matrix peak in FLOP/s of ``fmt``; a format without hardware falls back to what would emulate it."""
-        peaks = cast(Mapping[str, float], self.peak_flops_per_s)
-        for name in (fmt, *_EMULATED_BY.get(fmt, ())):
-            if name in peaks:
-                return peaks[name]
-        return peaks["fp32"]
+        peaks: Mapping[str, float] = self.peak_flops_per_s  # type: ignore[assignment]
+        own = peaks.get(fmt)
+        if own is not None:  # asked of every node of a graph
+            return own
+        return next((peaks[name] for name in _EMULATED_BY.get(fmt, ()) if name in peaks), peaks["fp32"])
 
 
 class LinkSpec(Frozen):
@@ -86,6 +86,9 @@ class LinkSpec(Frozen):
     domain_size: Count | None = None
     beyond_domain: str | None = None
     source: str = "job file"
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.bytes_per_s_per_gpu))  # nearly all links differ in these
 
     @field_validator("beyond_domain")
     @classmethod

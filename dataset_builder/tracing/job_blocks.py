@@ -7,12 +7,15 @@ keys), every size into ``sizes`` under the names of :mod:`symbols`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from dataset_builder.job.formats import LinearFormat
+from dataset_builder.job.model import ModelSpec
+from dataset_builder.job.precision import PrecisionPolicy
 from dataset_builder.job.schema import TrainingJob, attention_kernel, has_fused_kernels
 from dataset_builder.tracing.layout import RankLayout, rank_layout
 from dataset_builder.tracing.structure import BlockStructure
@@ -65,23 +68,22 @@ def job_blocks(job: TrainingJob, layout: RankLayout) -> JobBlocks:
     """Structures and sizes of a resolved job's blocks."""
     shared = _shared_structure(job, layout)
     model = job.model
-    layers: dict[tuple[BlockStructure, bool], Counter[int]] = {}
-    kinds: dict[tuple[str, _LayerKind], BlockStructure] = {}
+    kinds, kind_of = _layer_kinds(model, job.precision)
+    counts: dict[tuple[str, int], Counter[int]] = {}  # (recompute, kind) -> stage -> count
     limit = job.parallel.recompute.full_layers if job.parallel.recompute else None
     mode = job.parallel.recompute.mode if job.parallel.recompute else "none"
-    of_layer = _layer_kinds(job)
     for stage, indices in enumerate(layout.stage_layers):
         recomputed = len(indices) if limit is None else limit
         for recompute, part in (("full", indices[:recomputed]), ("none", indices[recomputed:])):
-            for kind, count in Counter(of_layer[index] for index in part).items():  # in the order of the layers
-                key = (recompute if mode == "full" else mode, kind)
-                if key not in kinds:
-                    kinds[key] = _layer_structure(job, shared, *key)
-                layers.setdefault((kinds[key], kind[0]), Counter())[stage] += count
+            for kind, count in Counter(map(kind_of.__getitem__, part)).items():  # in the order of the layers
+                counts.setdefault((recompute if mode == "full" else mode, kind), Counter())[stage] += count
     if model.mtp_layers:  # further layers of the last one's kind
-        key = ("none" if mode == "full" and limit is not None else mode, of_layer[-1])
-        structure = kinds.get(key) or _layer_structure(job, shared, *key)
-        layers.setdefault((structure, True), Counter())[layout.head_stage] += model.mtp_layers
+        key = ("none" if mode == "full" and limit is not None else mode, kind_of[-1])
+        counts.setdefault(key, Counter())[layout.head_stage] += model.mtp_layers
+    layers: dict[tuple[BlockStructure, bool], Counter[int]] = {}
+    for (recompute, kind), by_stage in counts.items():
+        structure = _layer_structure(job, shared, recompute, kinds[kind])
+        layers.setdefault((structure, kinds[kind][0]), Counter()).update(by_stage)
     return JobBlocks(
         embedding=_embedding_structure(job, shared),
         encoder_norm=(
@@ -97,14 +99,15 @@ def job_blocks(job: TrainingJob, layout: RankLayout) -> JobBlocks:
     )
 
 
-def _layer_kinds(job: TrainingJob) -> list[_LayerKind]:
-    """The kind of every layer."""
-    model, policy = job.model, job.precision
+@functools.lru_cache(maxsize=64)
+def _layer_kinds(model: ModelSpec, policy: PrecisionPolicy) -> tuple[tuple[_LayerKind, ...], tuple[int, ...]]:
+    """The distinct kinds of layers, and the number of every layer's among them: all layouts of a job share them."""
     every, num_encoder_layers = model.full_attention_every, model.encoder_layers
     num_layers = num_encoder_layers + model.decoder_layers
     outer = (policy.high_precision_layers.first, num_layers - policy.high_precision_layers.last)
     linears: dict[int | bool, tuple[tuple[str, LinearFormat], ...]] = {}
-    kinds: list[_LayerKind] = []
+    kinds: dict[_LayerKind, int] = {}
+    kind_of: list[int] = []
     for index in range(num_layers):
         is_outer = not outer[0] <= index < outer[1]
         like = index if policy.overrides else is_outer  # overrides name single layers
@@ -113,9 +116,9 @@ def _layer_kinds(job: TrainingJob) -> list[_LayerKind]:
         dense = model.moe is None or in_stack in model.moe.dense_layers
         windowed = model.window is not None and not (every and (in_stack + 1) % every == 0)
         if like not in linears:
-            linears[like] = _linear_formats(job, index, "same" if is_outer else policy.linear)
-        kinds.append((is_decoder, dense, windowed, linears[like]))
-    return kinds
+            linears[like] = _linear_formats(policy, index, "same" if is_outer else policy.linear)
+        kind_of.append(kinds.setdefault((is_decoder, dense, windowed, linears[like]), len(kinds)))
+    return tuple(kinds), tuple(kind_of)
 
 
 def _shared_structure(job: TrainingJob, layout: RankLayout) -> BlockStructure:
@@ -144,9 +147,8 @@ def _shared_structure(job: TrainingJob, layout: RankLayout) -> BlockStructure:
     )
 
 
-def _linear_formats(job: TrainingJob, index: int, default: LinearFormat) -> tuple[tuple[str, LinearFormat], ...]:
+def _linear_formats(policy: PrecisionPolicy, index: int, default: LinearFormat) -> tuple[tuple[str, LinearFormat], ...]:
     """The quantised linears of one layer: all in the default format but for the overrides."""
-    policy = job.precision
     if default == "same" and not policy.overrides:
         return ()
     formats: dict[str, LinearFormat] = {}

@@ -118,7 +118,7 @@ class GraphBuilder:
         """A block with this job's numbers; what it saves is what the block saves with its weights as gathered."""
         block = bind(template(structure), sizes, prefix, groups)
         gathered = as_gathered(structure, self.job)
-        if gathered == structure:
+        if gathered is structure:
             return block
         totals = bind(template(gathered), sizes, prefix, groups).totals
         saved = {name: totals[name] for name in ("saved", "recompute")}
