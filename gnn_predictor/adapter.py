@@ -1,9 +1,10 @@
 """What a few measured runs of one cluster add to a trained predictor.
 
-A log offset, a log factor per kind of work, and what is left of each measured run's error, which jobs like it share. An
-adapter scales node times (and host times) before stages and schedule are computed, so stages, breakdown and total stay
-consistent. It is a fact of one cluster: it holds on the GPUs and under the frameworks it was measured with, and
-nowhere else. :mod:`gnn_predictor.calibration` fits it.
+The errors of its runs, log(measured / predicted), say what those of its other jobs are: the errors on one cluster are a
+Gaussian process whose covariance was learnt from public sources that training had not seen. Its posterior mean is the
+logarithm of one factor on all times of a job, so stages, breakdown and total stay consistent. Measured kernels take the
+place of the network's before. An adapter is a fact of one cluster: it holds on the GPUs and under the frameworks it was
+measured with, and nowhere else. :mod:`gnn_predictor.calibration` fits it.
 """
 
 from __future__ import annotations
@@ -11,127 +12,183 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.graph import COLLECTIVES, KINDS
 from gnn_predictor.batch import GraphBatch
 from gnn_predictor.blending import Corrections
 from gnn_predictor.domain import Domain, outside
-from gnn_predictor.features import AXES, AXIS_COLUMNS, FORMATS, KIND_COLUMNS
+from gnn_predictor.features import FORMATS, KIND_COLUMNS, GraphArrays
+from gnn_predictor.gaussian_process import GaussianProcess, Kernel, Names
 from gnn_predictor.network import NodeTimes
+from gnn_predictor.whole_job import WholeJobs
 
-Mode = Literal["factors", "offset", "none"]
+Floats = NDArray[np.float64]
 
-GROUPS = ("gemm", "attention", "memory", "tensor_comm", "data_comm", "other_comm", "host")
-"""Kinds of work with a factor of their own. ``host``: launches from the host, and what every step costs beside."""
-_GROUP_OF_KIND = {"gemm": "gemm", "grouped_gemm": "gemm", "attention": "attention"}  # the other kernels: memory
-_GROUP_OF_AXIS = {"tensor": "tensor_comm", "context": "tensor_comm", "data": "data_comm"}  # the others: other_comm
 _LIKE_POINTWISE = ("copy", "reduction")
-_HOST = GROUPS.index("host")
+_MOST_LOG_FACTOR = 2.5
 # Before a run says anything, the uncalibrated width counts as so many runs.
 _PRIOR_RUNS = 4.0
+_Positive = Annotated[float, Field(gt=0)]
+_NotNegative = Annotated[float, Field(ge=0)]
 
 
-class Shrinkage(BaseModel):
-    """How strongly an adapter is drawn to zero, in units of the variance of a run's own error.
+class ErrorCovariance(BaseModel):
+    """How the errors of the jobs of one cluster go together; variances are of log(measured / predicted).
 
-    ``offset`` and ``factors`` are that variance over the one expected of the offset and of each factor; ``local`` is
-    the variance that like jobs share over that of a single run's own. The defaults are what public sources, each unseen
-    in turn, chose with small networks; ``train experiment=p5`` puts a checkpoint's own in their place.
+    ``shared`` is common to all jobs, ``alike`` to jobs at the same point and less with the distance (Matern-3/2) over
+    ``columns`` of :mod:`gnn_predictor.whole_job`, in inverse length scales ``weights``, with a squared distance to
+    another GPU and another precision; ``own`` is each run's. The defaults know no coordinates: ``train experiment=p5``
+    puts in their place what the held-out errors of public sources make most likely.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    offset: Annotated[float, Field(gt=0)] = 1.0
-    factors: Annotated[float, Field(gt=0)] = 1.0
-    local: Annotated[float, Field(ge=0)] = 4.0
+    shared: _Positive = 0.04
+    alike: _Positive = 0.1
+    own: _Positive = 0.005
+    columns: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    weights: tuple[_NotNegative, ...] = ()
+    other_gpu: _NotNegative = 1.0
+    other_precision: _NotNegative = 1.0
+
+    @model_validator(mode="after")
+    def _weighs_every_column(self) -> ErrorCovariance:
+        if len(self.columns) != len(self.weights):
+            raise ValueError(f"weights: {len(self.weights)} for {len(self.columns)} columns")
+        return self
+
+    def kernel(self) -> Kernel:
+        """What all jobs share is a second kernel, to which every distance is none."""
+        weights = torch.tensor([self.weights], dtype=torch.float64)
+        names = torch.tensor([[self.other_gpu, self.other_precision]], dtype=torch.float64)
+        return Kernel(
+            columns=torch.tensor(self.columns, dtype=torch.long),
+            weights=torch.cat([torch.zeros_like(weights), weights]),
+            category_weights=torch.cat([torch.zeros_like(names), names]),
+            variances=torch.tensor([self.shared, self.alike], dtype=torch.float64),
+            noise=torch.tensor(self.own, dtype=torch.float64),
+            mean=torch.zeros((), dtype=torch.float64),
+        )
 
 
-class JobPoint(BaseModel):
-    """Where a job stands among others: what must be equal, what had better be, and logarithms of its sizes."""
+@dataclass(frozen=True, eq=False)
+class PlacedJobs:
+    """Jobs as the covariance of their errors sees them."""
+
+    coordinates: torch.Tensor  # [n, coordinate] float64
+    gpus: tuple[str, ...]
+    precisions: tuple[str, ...]
+
+    @classmethod
+    def of(cls, graphs: Sequence[GraphArrays], precisions: Sequence[str]) -> PlacedJobs:
+        """Jobs with these graphs and precision labels."""
+        return cls(WholeJobs.of(graphs).coordinates, tuple(graph.device_name for graph in graphs), tuple(precisions))
+
+    def select(self, rows: NDArray[Any]) -> PlacedJobs:
+        """These jobs of them."""
+        gpus, precisions = (tuple(names[row] for row in rows) for names in (self.gpus, self.precisions))
+        return PlacedJobs(self.coordinates[torch.from_numpy(rows)], gpus, precisions)
+
+
+@dataclass(frozen=True, eq=False)
+class ErrorField:
+    """What the errors of a cluster's runs say of its other jobs."""
+
+    process: GaussianProcess
+    names: Names
+
+    @classmethod
+    def of(cls, covariance: ErrorCovariance, runs: PlacedJobs, log_errors: Floats) -> ErrorField:
+        """Given the errors of these runs."""
+        names = Names(tuple(sorted(set(runs.gpus))), tuple(sorted(set(runs.precisions))))
+        codes = names.codes(runs.gpus, runs.precisions)
+        return cls(
+            GaussianProcess.of(covariance.kernel(), _points(runs), codes, torch.from_numpy(log_errors).double()), names
+        )
+
+    def expected(self, jobs: PlacedJobs) -> Floats:
+        """The error to be expected of each job. [n]"""
+        mean, _ = self.process.posterior(_points(jobs), self.names.codes(jobs.gpus, jobs.precisions))
+        errors: Floats = mean.clamp(-_MOST_LOG_FACTOR, _MOST_LOG_FACTOR).numpy()
+        return errors
+
+    @property
+    def shared(self) -> float:
+        """The part of it that all jobs have."""
+        return float(self.process.kernel.variances[0] * self.process.pulls.sum())
+
+
+def _points(jobs: PlacedJobs) -> WholeJobs:
+    """Errors are of predictions, not of physical times: these are none."""
+    return WholeJobs(jobs.coordinates, torch.zeros(len(jobs.coordinates), dtype=torch.float64))
+
+
+class KnownRun(BaseModel):
+    """A calibrating run: where it is among jobs, and log(measured / predicted)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     gpu: str
     precision: str
-    architecture: str
-    sizes: tuple[float, ...]
-
-
-# How many doublings of a size are one unit of distance.
-_DOUBLINGS = {
-    "hidden": 1.5, "layers": 2.0, "seq_length": 2.0, "micro_batch": 2.0, "batch_per_gpu": 3.5, "gpus": 3.0,
-    "tensor": 2.0, "pipeline": 2.0,
-}  # fmt: skip
-_OTHER_NAME = 2.0  # squared distance of another precision or architecture
-
-
-def job_point(job: TrainingJob) -> JobPoint:
-    """The point of a resolved job."""
-    model, batch, plan, gpus = job.model, job.batch, job.parallel, job.cluster.num_gpus
-    sizes = (
-        model.hidden_size, model.num_layers, batch.seq_length, batch.micro_batch_size, batch.global_batch_size / gpus,
-        gpus, plan.tensor, plan.pipeline,
-    )  # fmt: skip
-    scaled = (math.log2(size) / unit for size, unit in zip(sizes, _DOUBLINGS.values(), strict=True))
-    return JobPoint(
-        gpu=job.cluster.gpu.name,
-        precision=job.precision.label,
-        architecture=job.model.architecture,
-        sizes=tuple(scaled),
-    )
-
-
-def likeness(some: Sequence[JobPoint], others: Sequence[JobPoint]) -> NDArray[np.float64]:
-    """How much of what is left of one job's error another shares: 1 for equal jobs, 0 on another GPU. [some, others]"""
-    shared = np.zeros((len(some), len(others)))
-    for row, one in enumerate(some):
-        for column, other in enumerate(others):
-            if one.gpu == other.gpu:
-                differing = (one.precision != other.precision) + (one.architecture != other.architecture)
-                squares = sum((a - b) ** 2 for a, b in zip(one.sizes, other.sizes, strict=True))
-                shared[row, column] = math.exp(-0.5 * (squares + _OTHER_NAME * differing))
-    return shared
+    point: tuple[float, ...]
+    log_error: float
 
 
 class Adapter(BaseModel):
-    """Fitted factors, what they were fitted on, and how well they did on runs that were left out.
+    """Calibrating runs, what they cover, and how well they did for those of them that were left out.
 
-    ``error_ratios``: of every run, its log error when it was left out over the half-width of its uncalibrated interval.
+    ``known`` is empty where left-out runs are predicted no better with the others. ``error_ratios``: of every run, its
+    log error when it was left out over the half-width of its uncalibrated interval.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     base: str  # name of the checkpoint it was fitted on
     num_runs: Annotated[int, Field(ge=1)]
-    mode: Mode
-    log_offset: Annotated[float, Field(ge=-5, le=5)]
-    log_factors: dict[str, Annotated[float, Field(ge=-5, le=5)]]
-    points: tuple[JobPoint, ...]
-    local: tuple[Annotated[float, Field(ge=-5, le=5)], ...]  # what each point adds to the log offset of jobs like it
+    known: tuple[KnownRun, ...]
     gpus: tuple[str, ...]
     frameworks: tuple[str, ...]
     domain: Domain
     kernels: dict[str, Annotated[float, Field(ge=-10, le=10)]] = {}  # log(time / roofline) by kernel_key, measured
-    error_ratios: tuple[Annotated[float, Field(ge=0)], ...]
+    error_ratios: tuple[_NotNegative, ...]
+
+    def error_field(self, covariance: ErrorCovariance) -> ErrorField | None:
+        """What its runs say of other jobs; ``None`` without any."""
+        if not self.known:
+            return None
+        runs = PlacedJobs(
+            torch.tensor([run.point for run in self.known], dtype=torch.float64),
+            tuple(run.gpu for run in self.known),
+            tuple(run.precision for run in self.known),
+        )
+        return ErrorField.of(covariance, runs, np.array([run.log_error for run in self.known]))
+
+
+def known_runs(runs: PlacedJobs, log_errors: Floats) -> tuple[KnownRun, ...]:
+    """These runs as an adapter keeps them."""
+    columns = (runs.gpus, runs.precisions, runs.coordinates.tolist(), log_errors.tolist())
+    return tuple(
+        KnownRun(gpu=gpu, precision=precision, point=[round(each, 5) for each in point], log_error=error)
+        for gpu, precision, point, error in zip(*columns, strict=True)
+    )
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What an adapter does to one job: log factor of every group, offset included, and the factor on its interval.
+    """What an adapter does to one job beside the factor on its times: whether it holds, and the factor on its interval.
 
     ``kernels``: log(time / roofline) of the kernels that were measured, by :func:`kernel_key`.
     """
 
+    applies: bool = False
     kernels: Mapping[str, float] = field(default_factory=dict)
-    log_scales: tuple[float, ...] = (0.0,) * len(GROUPS)
     width_factor: float = 1.0
     warnings: tuple[str, ...] = ()
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -144,7 +201,7 @@ def effect_of(adapter: Adapter | None, job: TrainingJob) -> Effect:
     """
     if adapter is None:
         return Effect()
-    about = {"base": adapter.base, "runs": adapter.num_runs, "mode": adapter.mode}
+    about = {"base": adapter.base, "runs": adapter.num_runs}
     gpu, framework = job.cluster.gpu.name, job.software.framework
     reason = None
     if gpu not in adapter.gpus:
@@ -153,15 +210,14 @@ def effect_of(adapter: Adapter | None, job: TrainingJob) -> Effect:
         reason = f"software.framework: measured with {', '.join(adapter.frameworks)}, the job runs {framework}"
     if reason:
         return Effect(warnings=(f"not calibrated: {reason}",), provenance={"calibration": {**about, "applied": False}})
-    offset = adapter.log_offset + float((likeness([job_point(job)], adapter.points) @ adapter.local).item())
     unlike = outside(job, adapter.domain)
     width = width_factor(adapter.error_ratios)
     return Effect(
+        applies=True,
         kernels=adapter.kernels,
-        log_scales=tuple(offset + adapter.log_factors[group] for group in GROUPS),
         width_factor=max(1.0, width) if unlike else width,
         warnings=tuple(f"outside the calibrating runs: {each}" for each in unlike),
-        provenance={"calibration": {**about, "applied": True}},
+        provenance={"calibration": {**about, "applied": bool(adapter.known or adapter.kernels)}},
     )
 
 
@@ -201,31 +257,14 @@ def measured_times(batch: GraphBatch, times: NodeTimes, kernels: Sequence[Mappin
     return replace(times, seconds=times.seconds * factor, exposed_s=times.exposed_s * factor)
 
 
-def scaled_times(batch: GraphBatch, times: NodeTimes, log_scales: Tensor) -> NodeTimes:
-    """Node and host times under ``log_scales`` [B, group]."""
-    node = torch.exp(log_scales[batch.node_graph, _node_groups(batch)])
-    host = torch.exp(log_scales[:, _HOST])
+def corrected_times(batch: GraphBatch, times: NodeTimes, corrections: Corrections) -> NodeTimes:
+    """Node and host times drawn towards what measured runs took."""
+    factor = torch.tensor(corrections.log_factor, dtype=torch.float32).exp()
+    node = factor[batch.node_graph]
     return replace(
         times,
         seconds=times.seconds * node,
         exposed_s=times.exposed_s * node,
-        host_s_per_launch=times.host_s_per_launch * host,
-        overhead_s=times.overhead_s * host,
+        host_s_per_launch=times.host_s_per_launch * factor,
+        overhead_s=times.overhead_s * factor,
     )
-
-
-def corrected_times(batch: GraphBatch, times: NodeTimes, corrections: Corrections) -> NodeTimes:
-    """Node and host times drawn towards what measured runs took."""
-    log_factor = torch.tensor(corrections.log_factor, dtype=torch.float32)
-    return scaled_times(batch, times, log_factor[:, None].expand(-1, len(GROUPS)))
-
-
-def _node_groups(batch: GraphBatch) -> Tensor:
-    """Index into :data:`GROUPS` of every node. [N]"""
-    kind = batch.node_features[:, KIND_COLUMNS].argmax(dim=1)
-    has_axis, axis = batch.node_features[:, AXIS_COLUMNS].max(dim=1)
-    axis = torch.where(has_axis > 0, axis, torch.full_like(axis, AXES.index("data")))
-    of_kind = torch.tensor([GROUPS.index(_GROUP_OF_KIND.get(name, "memory")) for name in KINDS])
-    of_axis = torch.tensor([GROUPS.index(_GROUP_OF_AXIS.get(name, "other_comm")) for name in AXES])
-    is_message = torch.tensor([name in COLLECTIVES for name in KINDS])
-    return torch.where(is_message[kind], of_axis[axis], of_kind[kind])

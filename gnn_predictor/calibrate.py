@@ -40,18 +40,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dataset_builder.corpus.measurements import OpMeasurement, RunMeasurement, read_ops, read_runs
 from dataset_builder.job.errors import JobError
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.floor import impossible, physical_floor
-from dataset_builder.tracing.graph import TrainingGraph
-from dataset_builder.tracing.layout import RankLayout, rank_layout
+from dataset_builder.tracing.layout import rank_layout
 from dataset_builder.tracing.trace import build_graph
-from gnn_predictor.adapter import GROUPS, Adapter, job_point, measured_times
+from gnn_predictor.adapter import Adapter, Floats, PlacedJobs, known_runs
 from gnn_predictor.baselines import REFERENCE_FILE, job_key
-from gnn_predictor.calibration import Fit, Floats, TimedRuns, fit, left_out_errors
+from gnn_predictor.calibration import ClusterErrors, helps, left_out_errors
 from gnn_predictor.checkpoint import (
     CONFIG_FILE,
     Checkpoint,
@@ -60,11 +58,9 @@ from gnn_predictor.checkpoint import (
     save_checkpoint,
 )
 from gnn_predictor.domain import domain_of
-from gnn_predictor.features import featurize
+from gnn_predictor.features import GraphArrays, featurize
 from gnn_predictor.metrics import error_figures
-from gnn_predictor.prediction import network_of, predict
-
-_NOTICEABLE = 0.005  # of a log factor
+from gnn_predictor.prediction import job_times, network_of, predict
 
 
 @dataclass(frozen=True)
@@ -73,8 +69,7 @@ class _Run:
 
     run_id: str
     job: TrainingJob
-    graph: TrainingGraph
-    layout: RankLayout
+    graph: GraphArrays
     iter_time_s: float
 
 
@@ -88,6 +83,7 @@ class Calibration:
     before: Floats  # log errors of the uncalibrated predictor
     left_out: Floats | None  # by an adapter of the other jobs; None for a single job
     after: Floats  # by the adapter itself
+    shared: float  # log factor on all jobs of the cluster
 
     def figures(self) -> dict[str, Any]:
         """The report as plain values; errors in percent of the measured time."""
@@ -95,10 +91,9 @@ class Calibration:
         return {
             "base": self.adapter.base,
             "runs": len(self.runs),
-            "mode": self.adapter.mode,
-            "offset": math.exp(self.adapter.log_offset),
+            "calibrated": bool(self.adapter.known),
+            "shared_factor": math.exp(self.shared),
             "kernels": {name: math.exp(value) for name, value in self.adapter.kernels.items()},
-            "factors": {name: math.exp(value) for name, value in self.adapter.log_factors.items()},
             **{
                 name: None if errors is None else error_figures(self.measured_s, self.measured_s * np.exp(-errors))
                 for name, errors in columns.items()
@@ -122,69 +117,85 @@ def calibrate(
     The cluster's measured ``operators`` are used when left-out runs are predicted better with them.
     """
     runs = _usable(measurements, source)
-    network, _ = network_of(base)
-    timed = TimedRuns.of(
-        network,
-        [featurize(run.job, run.graph, run.layout) for run in runs],
-        [run.iter_time_s for run in runs],
-        [job_point(run.job) for run in runs],
-        [job_key(run.job) for run in runs],
-        base.measured_runs,
-    )
-    before = timed.log_errors(np.zeros(1 + len(GROUPS)))
     gpus = tuple(sorted({run.job.cluster.gpu.name for run in runs}))
-    fitted, left_out, kernels = _fitted(timed, base), _left_out(timed, base), dict[str, float]()
-    if operators:
-        measured_kernels = _measured_kernels(operators, base, timed, gpus)
-        times = measured_times(timed.batch, timed.times, [measured_kernels] * len(runs))
-        informed = replace(timed, times=times)
-        errors = _left_out(informed, base)
-        if errors is None or left_out is None or np.abs(errors).mean() < np.abs(left_out).mean():
-            timed, left_out, kernels = informed, errors, measured_kernels
-            fitted = _fitted(timed, base)
-    uncalibrated = predict([run.job for run in runs], checkpoint=base, force=True)
-    widths = [math.log(each.iteration_time_high_s / each.iteration_time_s) for each in uncalibrated]
-    ratios = [] if left_out is None else (np.abs(left_out) / np.array(widths)).tolist()
     adapter = Adapter(
         base=base.config.name,
         num_runs=len(runs),
-        mode=fitted.mode,
-        log_offset=float(fitted.theta[0]),
-        log_factors=dict(zip(GROUPS, fitted.theta[1:].tolist(), strict=True)),
-        points=fitted.points,
-        local=tuple(fitted.local.tolist()),
+        known=(),
         gpus=gpus,
-        kernels=kernels,
         frameworks=tuple(sorted({run.job.software.framework for run in runs if run.job.software.framework})),
         domain=domain_of(run.job for run in runs),
-        error_ratios=tuple(ratios),
+        error_ratios=(),
     )
-    measured: NDArray[np.float64] = np.array([run.iter_time_s for run in runs])
-    after = timed.errors_under(fitted)
-    return Calibration(adapter, tuple(run.run_id for run in runs), measured, before, left_out, after)
+    covariance, before = base.config.error_covariance, _errors(runs, base)
+    errors, left_out = before, left_out_errors(before, covariance)
+    if operators:
+        kernels = _measured_kernels(operators, base, runs, gpus)
+        informed_adapter = adapter.model_copy(update={"kernels": kernels})
+        informed = _errors(runs, _with(base, informed_adapter))
+        informed_left_out = left_out_errors(informed, covariance)
+        if _is_better(informed, informed_left_out, errors, left_out):
+            adapter, errors, left_out = informed_adapter, informed, informed_left_out
+    after, shared = errors.log_errors, 0.0
+    if helps(errors.log_errors, left_out):
+        field = errors.field(covariance)
+        known = known_runs(errors.placed, errors.log_errors)
+        adapter, after, shared = (
+            adapter.model_copy(update={"known": known}), after - field.expected(errors.placed), field.shared
+        )  # fmt: skip
+    else:
+        left_out = errors.log_errors
+    adapter = adapter.model_copy(update={"error_ratios": _error_ratios(runs, left_out, base)})
+    measured: Floats = np.array([run.iter_time_s for run in runs])
+    names = tuple(run.run_id for run in runs)
+    return Calibration(adapter, names, measured, before.log_errors, left_out, after, shared)
 
 
-def _left_out(timed: TimedRuns, base: Checkpoint) -> Floats | None:
-    """Errors of left-out runs by what :func:`_fitted` would take."""
-    errors, nothing = left_out_errors(timed, base.config.shrinkage), timed.log_errors(np.zeros(1 + len(GROUPS)))
-    return nothing if errors is not None and np.abs(errors).mean() > np.abs(nothing).mean() else errors
+def _errors(runs: Sequence[_Run], checkpoint: Checkpoint) -> ClusterErrors:
+    """Of the checkpoint's times before any is raised to its floor, which no measured run is below."""
+    jobs, graphs = [run.job for run in runs], [run.graph for run in runs]
+    predicted = [times.total_s for times in job_times(jobs, graphs, checkpoint)]
+    return ClusterErrors(
+        PlacedJobs.of(graphs, [job.precision.label for job in jobs]),
+        np.log([run.iter_time_s for run in runs]) - np.log(predicted),
+        np.array([job_key(job) for job in jobs]),
+    )
 
 
-def _fitted(timed: TimedRuns, base: Checkpoint) -> Fit:
-    """The fit, or nothing when left-out runs are predicted no better with one."""
-    errors, nothing = left_out_errors(timed, base.config.shrinkage), np.zeros(1 + len(GROUPS))
-    if errors is not None and np.abs(errors).mean() > np.abs(timed.log_errors(nothing)).mean():
-        return Fit("none", nothing, (), np.zeros(0))
-    return fit(timed, base.config.shrinkage)
+def _with(base: Checkpoint, adapter: Adapter) -> Checkpoint:
+    return replace(base, config=base.config.model_copy(update={"adapter": adapter}))
+
+
+def _is_better(
+    new: ClusterErrors, new_left_out: Floats | None, old: ClusterErrors, old_left_out: Floats | None
+) -> bool:
+    """Whether left-out runs are predicted better, with or without a calibration; a single job's are taken to be."""
+    if new_left_out is None or old_left_out is None:
+        return True
+    best = [
+        min(float(np.abs(errors).mean()) for errors in (runs.log_errors, left_out))
+        for runs, left_out in ((new, new_left_out), (old, old_left_out))
+    ]
+    return best[0] < best[1]
+
+
+def _error_ratios(runs: Sequence[_Run], left_out: Floats | None, base: Checkpoint) -> tuple[float, ...]:
+    """Errors of left-out runs over the half-widths of their uncalibrated intervals."""
+    if left_out is None:
+        return ()
+    uncalibrated = predict([run.job for run in runs], checkpoint=base, force=True)
+    widths = [math.log(each.iteration_time_high_s / each.iteration_time_s) for each in uncalibrated]
+    ratios = np.abs(left_out) / np.array(widths)
+    return tuple(ratios.tolist())
 
 
 def _measured_kernels(
-    operators: Sequence[OpMeasurement], base: Checkpoint, timed: TimedRuns, gpus: Sequence[str]
+    operators: Sequence[OpMeasurement], base: Checkpoint, runs: Sequence[_Run], gpus: Sequence[str]
 ) -> dict[str, float]:
     from gnn_predictor.kernel_times import measured_slowdowns  # training code, which takes seconds to import
 
     network, _ = network_of(base)
-    return measured_slowdowns(operators, network, timed.batch.workload.shape[1], gpus)
+    return measured_slowdowns(operators, network, runs[0].graph.workload.shape[1], gpus)
 
 
 def _usable(measurements: Sequence[RunMeasurement], source: str) -> list[_Run]:
@@ -198,7 +209,7 @@ def _usable(measurements: Sequence[RunMeasurement], source: str) -> list[_Run]:
             reason = impossible(run.iter_time_s, physical_floor(job, graph, layout))
             if reason:
                 problems.append(f"iter_time_s: {reason}")
-            runs.append(_Run(run.run_id, job, graph, layout, run.iter_time_s))
+            runs.append(_Run(run.run_id, job, featurize(job, graph, layout), run.iter_time_s))
         reasons += [f"run {run.run_id}: {problem}" for problem in problems]
     if not measurements:
         reasons = ["no rows; expected at least one measured run"]
@@ -303,18 +314,13 @@ def _what_was_fitted(result: Calibration) -> list[str]:
     lines = []
     if adapter.kernels:
         lines.append(f"measured operators in place of the network's times: {', '.join(adapter.kernels)}")
-    if adapter.mode == "none" and lines:
-        return [*lines, "Nothing beside: left-out runs are predicted no better with an offset."]
-    if adapter.mode == "none":
+    if not adapter.known and lines:
+        return [*lines, "Nothing beside: left-out runs are predicted no better with the errors of the others."]
+    if not adapter.known:
         return ["No calibration: left-out runs are predicted no better with one; predictions stay as they are."]
-    lines += [f"all times x {math.exp(adapter.log_offset):.3f}"]
-    if adapter.mode == "offset":
-        lines.append("No factors for kinds of work: with them, left-out runs are predicted no better.")
-    else:
-        factors = {name: math.exp(value) for name, value in adapter.log_factors.items()}
-        lines.append("times x " + ", ".join(f"{name} x {factor:.3f}" for name, factor in factors.items()))
-    if any(abs(each) > _NOTICEABLE for each in adapter.local):
-        lines.append("jobs like these runs, beside it, by up to x " + f"{math.exp(max(adapter.local, key=abs)):.3f}")
+    factors = np.exp([run.log_error for run in adapter.known] - result.after)
+    lines.append(f"all jobs of the cluster x {math.exp(result.shared):.3f}")
+    lines.append(f"jobs like these runs x {factors.min():.3f} to x {factors.max():.3f} in its place")
     if result.left_out is None:
         lines.append("Runs of one job: nothing can be left out, so the error on other jobs is unknown.")
     return lines

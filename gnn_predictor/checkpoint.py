@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import safetensors
 import safetensors.torch
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from gnn_predictor.adapter import Adapter, Shrinkage
+from gnn_predictor.adapter import Adapter, ErrorCovariance
 from gnn_predictor.blending import Blend, MeasuredRuns
 from gnn_predictor.checkpoint_files import (
     BLIND_FILE,
@@ -68,8 +68,23 @@ class CheckpointConfig(_Value):
     domain: Domain = Domain()
     memory: MemoryFit = MemoryFit()
     training: dict[str, Any] = {}
-    shrinkage: Shrinkage = Shrinkage()  # of an adapter that is fitted on this checkpoint
+    error_covariance: ErrorCovariance = ErrorCovariance()  # of an adapter that is fitted on this checkpoint
     adapter: Adapter | None = None
+
+    @property
+    def num_coordinates(self) -> int:
+        """Of a whole job."""
+        features = (self.network.get(f"{part}_features", 0) for part in ("workload", "hardware", "software"))
+        return sum(features) + OF_THE_GRAPH
+
+    @model_validator(mode="after")
+    def _has_these_coordinates(self) -> CheckpointConfig:
+        if max(self.error_covariance.columns, default=0) >= self.num_coordinates:
+            raise ValueError("error_covariance.columns: a coordinate that these features do not have")
+        known = self.adapter.known if self.adapter else ()
+        if any(len(run.point) != self.num_coordinates for run in known):
+            raise ValueError(f"adapter.known: a point of other than {self.num_coordinates} coordinates")
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,6 +209,9 @@ def _stamp(directory: Path, name: str) -> int | None:
 def _read_config(directory: Path) -> CheckpointConfig:
     file = directory / CONFIG_FILE
     data = read_versioned(directory)
+    data.pop("shrinkage", None)  # of the adapters that came before the covariance of errors; nothing else used it
+    if isinstance(data.get("adapter"), dict) and "log_factors" in data["adapter"]:
+        raise CheckpointError(f"checkpoint {file}: a calibration of an earlier version; calibrate its runs again")
     try:
         config = CheckpointConfig.model_validate(data)
     except ValidationError as error:
@@ -214,8 +232,7 @@ def _read_blind(directory: Path) -> dict[str, torch.Tensor] | None:
 def _process(config: CheckpointConfig, tensors: Mapping[str, torch.Tensor]) -> GaussianProcess:
     """ValueError when it asks for a coordinate that these features do not have."""
     process = GaussianProcess.from_tensors(tensors)
-    features = sum(config.network.get(f"{part}_features", 0) for part in ("workload", "hardware", "software"))
-    if len(process.kernel.columns) and int(process.kernel.columns.max()) >= features + OF_THE_GRAPH:
+    if len(process.kernel.columns) and int(process.kernel.columns.max()) >= config.num_coordinates:
         raise ValueError("columns")
     return process
 

@@ -26,7 +26,7 @@ from dataset_builder.tracing.graph import TrainingGraph
 from dataset_builder.tracing.layout import RankLayout, resolved_layout, unsupported_formats
 from dataset_builder.tracing.trace import GraphBuilder
 from gnn_predictor import __version__
-from gnn_predictor.adapter import corrected_times, effect_of, measured_times, scaled_times
+from gnn_predictor.adapter import PlacedJobs, corrected_times, effect_of, measured_times
 from gnn_predictor.batch import collate
 from gnn_predictor.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from gnn_predictor.critical_path import Breakdown, JobTimes, StepDetail, breakdown
@@ -341,12 +341,20 @@ def job_times(jobs: Sequence[TrainingJob], graphs: Sequence[GraphArrays], checkp
     if adapter is None:
         return answers
     effects = [effect_of(adapter, job) for job in jobs]
-    times = measured_times(batch, times, [effect.kernels for effect in effects])
-    times = scaled_times(batch, times, torch.tensor([effect.log_scales for effect in effects]))
-    adapted = JobTimes.of_batch(batch, times, stage_table(batch, times))
+    if adapter.kernels:
+        times = measured_times(batch, times, [effect.kernels for effect in effects])
+        informed = JobTimes.of_batch(batch, times, stage_table(batch, times))
+        answers = [
+            replace(each, spread=before.spread, measured_share=before.measured_share)
+            for each, before in zip(informed, answers, strict=True)
+        ]
+    field = adapter.error_field(checkpoint.config.error_covariance)
+    if field is None:
+        return answers
+    errors = field.expected(PlacedJobs.of(graphs, [job.precision.label for job in jobs]))
     return [
-        replace(each, spread=before.spread, measured_share=before.measured_share)
-        for each, before in zip(adapted, answers, strict=True)
+        each.scaled(math.exp(error)) if effect.applies else each
+        for each, error, effect in zip(answers, errors.tolist(), effects, strict=True)
     ]
 
 

@@ -17,9 +17,10 @@ import pandas as pd
 
 from dataset_builder.corpus import splits
 from dataset_builder.corpus.splits import Split
-from gnn_predictor.adapter import Shrinkage
+from gnn_predictor.adapter import ErrorCovariance, PlacedJobs
 from gnn_predictor.baselines import BASELINES, fitted_predictions
 from gnn_predictor.blending import Blend, MeasuredRuns, best_network_error, weighed
+from gnn_predictor.calibration import ClusterErrors
 from gnn_predictor.crossvalidation import (
     FitTask,
     Floats,
@@ -38,7 +39,7 @@ from gnn_predictor.gaussian_process import GaussianProcess
 from gnn_predictor.interval import Interval
 from gnn_predictor.metrics import BASELINE_PREFIX, error_figures, evaluation_metrics, macro_mape, operator_figures
 from gnn_predictor.run_regression import RunRegression
-from gnn_predictor.source_calibration import HeldOutSource, calibrated_figures
+from gnn_predictor.source_calibration import HeldOutSource, calibrated_figures, learn_covariance
 from gnn_predictor.widening import coverage_figures, fit_widening, left_out_half_widths
 
 NAMES = ("P1", "P2", "P3", "P4", "P5")
@@ -130,23 +131,6 @@ class Protocol:
         names = sorted(set(seen))
         return TrainingPoints.of(train.graphs, seen, names).distances(test.graphs, unseen, names)
 
-    def calibrated(
-        self, examples: Examples, half_width: pd.Series[float], network_errors: Mapping[str, float]
-    ) -> tuple[dict[str, Any], Shrinkage]:
-        """What a few runs of every held-out source are worth, and the shrinkage that is best for all."""
-        sources, start, trusted = [], 0, set(examples.trusted)
-        for split in self.splits:
-            rows = np.array([row for row in split.test if row in trusted], dtype=np.int64)
-            jobs = tuple(job for row in rows if (job := examples.measurements[row].job) is not None)
-            own = np.array(half_width.tolist()[start : start + len(rows)])
-            network = trained(self.tasks[split.name], self.shop)
-            process = self.processes[split.name]
-            blend = self.regression.blend.model_copy(update={"network_error": network_errors[split.name]})
-            known = MeasuredRuns(process, blend) if process else None
-            sources.append(HeldOutSource(split.name, network, known, self.shop.runs.select(rows), jobs, own))
-            start += len(rows)
-        return calibrated_figures(sources)
-
     def unseen_operators(self) -> dict[str, Any]:
         """Errors on the operators that a split did not see."""
         operators = self.shop.operators
@@ -219,6 +203,25 @@ def blended(held_out: pd.DataFrame, errors: Mapping[str, float]) -> pd.DataFrame
     log_predicted = log_network + corrections.log_factor
     log_error = np.log(held_out["iter_time_s"].to_numpy(float)) - log_predicted
     return held_out.assign(predicted_s=np.exp(log_predicted), log_error=log_error, spread=corrections.spread)
+
+
+def calibrated(
+    held_out: pd.DataFrame, half_width: pd.Series[float], examples: Examples
+) -> tuple[dict[str, Any], ErrorCovariance]:
+    """What a few runs of every source are worth that P5 held out, and how the errors on one of all sources go together.
+
+    ``held_out`` are P5's rows, blended, but those whose time is in doubt; ``half_width`` is of the same rows.
+    """
+    row_of = {run_id: row for row, run_id in enumerate(examples.runs.table["run_id"])}
+    sources = []
+    for name, own in held_out.assign(half_width=half_width.to_numpy()).groupby("split"):
+        rows = np.array([row_of[run_id] for run_id in own["run_id"]], dtype=np.int64)
+        runs = examples.runs.select(rows)
+        placed = PlacedJobs.of(runs.graphs, runs.table["precision_label"].tolist())
+        errors = ClusterErrors(placed, own["log_error"].to_numpy(float), runs.table["job_group"].to_numpy(str))
+        jobs = tuple(job for row in rows if (job := examples.measurements[row].job) is not None)
+        sources.append(HeldOutSource(str(name), errors, jobs, own["half_width"].to_numpy(float)))
+    return calibrated_figures(sources), learn_covariance([source.errors for source in sources])
 
 
 def doubtful_figures(held_out: pd.DataFrame) -> dict[str, Any]:

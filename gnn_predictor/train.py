@@ -53,7 +53,7 @@ from dataset_builder.corpus.build import load_corpus, open_corpus
 from dataset_builder.job.errors import JobError
 from gnn_predictor import ablation, ranks
 from gnn_predictor.ablation import Ablation, ablation_figures
-from gnn_predictor.adapter import Shrinkage
+from gnn_predictor.adapter import ErrorCovariance
 from gnn_predictor.baselines import write_reference
 from gnn_predictor.blending import Blend
 from gnn_predictor.card import model_card
@@ -81,6 +81,7 @@ from gnn_predictor.protocols import (
     NAMES,
     Protocol,
     blended,
+    calibrated,
     doubtful_figures,
     interval_of,
     network_error_of,
@@ -194,13 +195,13 @@ def run_training(settings: Settings) -> Path:
         trusted = {name: _trusted(rows) for name, rows in held_out.items()}
         known = joined(there, list(trusted.values()))
         metrics: dict[str, Any] = {}
-        shrinkage = None
+        covariance = None
         for protocol in protocols:
             metrics[protocol.name] = protocol_metrics(protocol, trusted[protocol.name], examples, known)
             metrics[protocol.name]["doubtful"] = doubtful_figures(held_out[protocol.name])
             if protocol.name == "P5":
                 half_width = left_out_half_widths(known, "P5", Interval().level)
-                metrics["P5"]["calibrated"], shrinkage = protocol.calibrated(examples, half_width, network_errors["P5"])
+                metrics["P5"]["calibrated"], covariance = calibrated(trusted["P5"], half_width, examples)
             tracker.log_predictions(held_out[protocol.name], protocol.name)
             tracker.summarize({f"{protocol.name}/mape_percent": metrics[protocol.name]["mape_percent"]})
             if protocol.name == "P1":
@@ -213,7 +214,7 @@ def run_training(settings: Settings) -> Path:
         network = trained(final, shop) if final else None
         process = regression.fit(examples.trusted) if final else None
         blend = regression.blend.model_copy(update={"network_error": network_error_of(jobs)})
-        weights = _Weights(network, blind_weights, shrinkage, process, blend)
+        weights = _Weights(network, blind_weights, covariance, process, blend)
         path = _write(settings, config, examples, weights, metrics, known)
         tracker.log_checkpoint(path, {"corpus": examples.corpus_hash})
     return path
@@ -268,12 +269,12 @@ def _log_histories(tracker: Tracker, histories: Mapping[str, list[dict[str, floa
 
 @dataclass(frozen=True)
 class _Weights:
-    """What was fitted: the released networks and B3, if any are to be released, how calibration shrinks, the measured
-    runs that are released with the networks, and how they are blended."""
+    """What was fitted: the released networks and B3, if any are to be released, how errors on one source go together,
+    the measured runs that are released with the networks, and how they are blended."""
 
     network: Ensemble | None
     blind: Mapping[str, Tensor] | None
-    shrinkage: Shrinkage | None
+    error_covariance: ErrorCovariance | None
     process: GaussianProcess | None
     blend: Blend
 
@@ -318,8 +319,8 @@ def _write(
         interval = interval_of(known, there.config.interval)
         description = there.config.model_copy(update={"interval": interval, "blend": weights.blend})
         checkpoint = replace(there, config=description, metrics=_with_intervals({**there.metrics, **metrics}, known))
-    if weights.shrinkage is not None:
-        description = checkpoint.config.model_copy(update={"shrinkage": weights.shrinkage})
+    if weights.error_covariance is not None:
+        description = checkpoint.config.model_copy(update={"error_covariance": weights.error_covariance})
         checkpoint = replace(checkpoint, config=description)
     learnt = examples.runs.select(np.array(examples.trusted, dtype=np.int64))
     labels = learnt.table["precision_label"].tolist()

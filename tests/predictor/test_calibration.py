@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,139 +11,101 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import torch
+from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.layout import rank_layout
 from dataset_builder.tracing.trace import build_graph
-from gnn_predictor.adapter import GROUPS, Adapter, Shrinkage, job_point, likeness, width_factor
-from gnn_predictor.calibration import TimedRuns, fit, fit_mode, left_out_errors
-from gnn_predictor.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from gnn_predictor.adapter import Adapter, ErrorCovariance, PlacedJobs, known_runs, width_factor
+from gnn_predictor.calibration import ClusterErrors, helps, left_out_errors
+from gnn_predictor.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from gnn_predictor.domain import domain_of
 from gnn_predictor.features import featurize
-from gnn_predictor.prediction import network_of, predict
+from gnn_predictor.prediction import predict
 
 JobOf = Callable[..., TrainingJob]
-WEAK, USUAL = Shrinkage(offset=1e-6, factors=1e-6, local=0.0), Shrinkage()
-EVERY_ROW = np.ones(9, dtype=bool)
+# Of two coordinates the first counts.
+COVARIANCE = ErrorCovariance(shared=0.04, alike=0.09, own=0.001, columns=(0,), weights=(1.0,))
 
 
-def _jobs(job_of: JobOf) -> list[TrainingJob]:
-    """Nine jobs whose time goes to different kinds of work."""
-    changes: list[dict[str, Any]] = [
-        {},
-        {"model": {"hidden_size": 2048}},
-        {"model": {"hidden_size": 512, "num_attention_heads": 8}, "batch": {"micro_batch_size": 1}},
-        {"batch": {"seq_length": 4096, "micro_batch_size": 1}},
-        {"parallel": {"tensor": 4, "sequence_parallel": True}},
-        {"parallel": {"tensor": 8}},
-        {"parallel": {"sharding": "zero3"}, "batch": {"global_batch_size": 16}},
-        {"parallel": {"pipeline": 4, "schedule": "1f1b"}},
-        {"model": {"vocab_size": 262144}, "batch": {"global_batch_size": 128}},
+def _placed(places: Any, gpu: str = "A", precision: str = "bf16") -> PlacedJobs:
+    """Jobs at these places of the first coordinate, and anywhere in the second."""
+    first = torch.tensor(list(places), dtype=torch.float64)
+    coordinates = torch.stack([first, 7.0 * first.sin()], dim=1)
+    return PlacedJobs(coordinates, (gpu,) * len(first), (precision,) * len(first))
+
+
+def _cluster(places: Any, log_errors: Any) -> ClusterErrors:
+    placed = _placed(places)
+    names = np.array([str(index) for index in range(len(placed.gpus))])
+    return ClusterErrors(placed, np.asarray(log_errors, dtype=float), names)
+
+
+def test_one_run_speaks_for_the_same_job_more_than_for_others() -> None:
+    field = _cluster([0.0], [0.5]).field(COVARIANCE)
+    expected = field.expected(_placed([0.0, 0.5, 50.0]))
+    assert expected == pytest.approx([0.5 * 0.13 / 0.131, expected[1], 0.5 * 0.04 / 0.131], rel=1e-3)
+    assert expected[0] > expected[1] > expected[2]
+    assert field.shared == pytest.approx(expected[2], rel=1e-3)
+    elsewhere = [
+        field.expected(_placed([0.0], gpu, fmt))[0] for gpu, fmt in (("A", "fp8"), ("B", "bf16"), ("B", "fp8"))
     ]
-    return [job_of(**each).resolved() for each in changes]
+    assert elsewhere[0] == pytest.approx(elsewhere[1])
+    assert expected[0] > elsewhere[0] > elsewhere[2] > expected[2]
+
+
+def test_what_all_runs_have_is_what_all_jobs_have() -> None:
+    far_apart = [30.0 * index for index in range(40)]
+    field = _cluster(far_apart, [0.3] * 40).field(COVARIANCE)
+    assert field.expected(_placed([-100.0]))[0] == pytest.approx(0.3, rel=0.06)
+
+
+def test_an_absurd_time_moves_others_by_a_bounded_factor() -> None:
+    assert _cluster([0.0], [20.0]).field(COVARIANCE).expected(_placed([0.0]))[0] == 2.5
+
+
+def test_left_out_jobs_of_a_slower_cluster_are_predicted_better() -> None:
+    cluster = _cluster(range(9), 0.25 + 0.02 * np.cos(np.arange(9)))
+    left_out = left_out_errors(cluster, COVARIANCE)
+    assert left_out is not None
+    assert np.abs(left_out).mean() < 0.35 * np.abs(cluster.log_errors).mean()
+    assert helps(cluster.log_errors, left_out)
+
+
+def test_runs_of_one_job_are_left_out_together() -> None:
+    cluster = replace(_cluster([0.0, 0.0, 9.0], [0.4, 0.4, 0.0]), jobs=np.array(["a", "a", "b"]))
+    left_out = left_out_errors(cluster, COVARIANCE)
+    alone = _cluster([9.0], [0.0]).field(COVARIANCE).expected(_placed([0.0]))[0]
+    assert left_out == pytest.approx([0.4 - alone, 0.4 - alone, left_out[2]])  # type: ignore[index]
+    assert left_out_errors(replace(cluster, jobs=np.array(["a"] * 3)), COVARIANCE) is None
+
+
+def test_errors_that_say_nothing_of_each_other_are_not_used() -> None:
+    cluster = _cluster(range(6), 0.2 * (-1.0) ** np.arange(6))
+    assert not helps(cluster.log_errors, left_out_errors(cluster, COVARIANCE))
+
+
+def test_many_jobs_are_left_out_in_folds() -> None:
+    left_out = left_out_errors(_cluster(range(50), [0.3] * 50), COVARIANCE)
+    assert left_out is not None
+    assert np.abs(left_out).max() < 0.1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"shared": 0.0}, {"own": math.nan}, {"columns": (1,), "weights": ()}, {"columns": (-1,), "weights": (1.0,)}],
+)
+def test_a_covariance_that_is_none_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        ErrorCovariance(**wrong)
 
 
 @pytest.fixture(scope="module")
 def base(untrained: Path) -> Checkpoint:
     return load_checkpoint(untrained)
-
-
-@pytest.fixture(scope="module")
-def runs(job_of: JobOf, base: Checkpoint) -> TimedRuns:
-    """The nine jobs, measured as predicted."""
-    jobs = _jobs(job_of)
-    graphs = [featurize(job, build_graph(job), rank_layout(job)) for job in jobs]
-    names = [str(index) for index in range(len(jobs))]
-    timed = TimedRuns.of(network_of(base)[0], graphs, [1.0] * len(jobs), [job_point(job) for job in jobs], names, None)
-    return replace(timed, log_measured=-timed.log_errors(_theta()))
-
-
-def _theta(offset: float = 0.0, **factors: float) -> Any:
-    return np.array([offset, *(factors.get(group, 0.0) for group in GROUPS)])
-
-
-def _measured(runs: TimedRuns, theta: Any) -> TimedRuns:
-    """These runs on a cluster whose work takes these factors longer."""
-    return replace(runs, log_measured=runs.log_measured - runs.log_errors(theta))
-
-
-def test_an_offset_is_what_it_says(runs: TimedRuns) -> None:
-    assert runs.log_errors(_theta()) == pytest.approx(np.zeros(len(runs)), abs=1e-5)
-    assert runs.log_errors(_theta(offset=0.3)) == pytest.approx(np.full(len(runs), -0.3), abs=1e-4)
-
-
-@settings(max_examples=5, deadline=None)
-@given(offset=st.floats(-0.3, 0.5), gemm=st.floats(-0.3, 0.7), host=st.floats(0.0, 1.0), tensor=st.floats(-0.5, 0.8))
-def test_a_synthetic_cluster_is_recovered(
-    runs: TimedRuns, offset: float, gemm: float, host: float, tensor: float
-) -> None:
-    cluster = _measured(runs, _theta(offset, gemm=gemm, host=host, tensor_comm=tensor))
-    theta = fit_mode(cluster, EVERY_ROW, WEAK, "factors").theta
-    assert np.abs(cluster.log_errors(theta)).max() < 0.01
-
-
-def test_left_out_jobs_of_a_slower_cluster_are_predicted_better(runs: TimedRuns) -> None:
-    cluster = _measured(runs, _theta(0.25, gemm=0.2))
-    left_out = left_out_errors(cluster, USUAL)
-    assert left_out is not None
-    assert np.abs(left_out).mean() < 0.35 * np.abs(cluster.log_errors(_theta())).mean()
-
-
-def test_stronger_shrinkage_moves_less(runs: TimedRuns) -> None:
-    cluster = _measured(runs, _theta(0.3, gemm=0.3, host=0.5))
-    size = [
-        float(np.linalg.norm(fit_mode(cluster, EVERY_ROW, shrinkage, "factors").theta))
-        for strength in (1e-3, 0.1, 1.0, 10.0, 1e3)
-        if (shrinkage := Shrinkage(offset=strength, factors=strength))
-    ]
-    assert size == sorted(size, reverse=True)
-    assert size[-1] < 0.01
-
-
-def test_a_run_informs_jobs_like_it_and_no_others(runs: TimedRuns) -> None:
-    odd = replace(runs, log_measured=runs.log_measured + 0.3 * (np.arange(len(runs)) == 1))
-    fitted = fit_mode(odd, EVERY_ROW, Shrinkage(offset=1e3, factors=1e3, local=9.0), "factors")
-    errors = odd.errors_under(fitted)
-    assert abs(errors[1]) < 0.1
-    assert np.abs(errors[[2, 3, 5, 6]]).max() < 0.1
-
-
-def test_likeness_is_one_for_equal_jobs_and_none_on_another_gpu(job_of: JobOf) -> None:
-    jobs = [
-        job_of(),
-        job_of(batch={"micro_batch_size": 4}),
-        job_of(batch={"micro_batch_size": 4}, precision="fp16_mixed"),
-        job_of(cluster={"gpu": "H100-SXM5-80GB"}),
-    ]
-    points = [job_point(job.resolved()) for job in jobs]
-    alike = likeness(points[:1], points)[0]
-    assert alike[0] == 1.0
-    assert 1.0 > alike[1] > alike[2] > alike[3] == 0.0
-
-
-def test_a_cluster_as_predicted_is_left_alone(runs: TimedRuns) -> None:
-    assert fit(runs, USUAL).mode == "none"
-
-
-def test_chance_costs_little(runs: TimedRuns) -> None:
-    """Where runs scatter and nothing is to be found, left-out runs are hardly predicted worse."""
-    before, after = [], []
-    for seed in range(3):
-        noise = np.random.default_rng(seed).normal(0.0, 0.1, len(runs))
-        scattered = replace(runs, log_measured=runs.log_measured + noise)
-        left_out = left_out_errors(scattered, USUAL)
-        assert left_out is not None
-        before.append(np.abs(noise).mean())
-        after.append(np.abs(left_out).mean())
-    assert np.mean(after) < 1.2 * np.mean(before)
-
-
-def test_one_job_cannot_be_left_out(runs: TimedRuns) -> None:
-    repeated = replace(_measured(runs, _theta(0.4)), jobs=np.array(["same"] * len(runs)))
-    assert left_out_errors(repeated, USUAL) is None
-    assert fit(repeated, USUAL).mode == "factors"
 
 
 @given(ratios=st.lists(st.floats(0, 3), max_size=12), more=st.floats(0, 3))
@@ -161,10 +124,13 @@ def test_few_good_runs_narrow_the_interval_less_than_many() -> None:
 
 
 def _adapted(base: Checkpoint, path: Path, job: TrainingJob, **changes: Any) -> Checkpoint:
+    """Calibrated by one run of this job, twice as long as predicted."""
+    resolved = job.resolved()
+    graph = featurize(resolved, build_graph(resolved), rank_layout(resolved))
+    known = known_runs(PlacedJobs.of([graph], [resolved.precision.label]), np.array([math.log(2.0)]))
     fields: dict[str, Any] = {
-        "base": base.config.name, "num_runs": 3, "mode": "factors", "log_offset": 0.2,
-        "log_factors": dict.fromkeys(GROUPS, 0.0) | {"gemm": 0.5}, "gpus": (job.cluster.gpu.name,), "frameworks": (),
-        "domain": domain_of([job.resolved()]), "points": (), "local": (), "error_ratios": (0.1, 0.1, 0.1),
+        "base": base.config.name, "num_runs": 3, "known": known, "gpus": (job.cluster.gpu.name,), "frameworks": (),
+        "domain": domain_of([resolved]), "error_ratios": (0.1, 0.1, 0.1),
     }  # fmt: skip
     config = base.config.model_copy(update={"name": "adapted", "adapter": Adapter(**(fields | changes))})
     return load_checkpoint(save_checkpoint(path, replace(base, config=config), ""))
@@ -173,16 +139,52 @@ def _adapted(base: Checkpoint, path: Path, job: TrainingJob, **changes: Any) -> 
 def test_an_adapter_keeps_a_prediction_whole(job_of: JobOf, base: Checkpoint, tmp_path: Path) -> None:
     job = job_of(parallel={"pipeline": 4, "schedule": "1f1b"})
     plain, adapted = predict(job, checkpoint=base), predict(job, checkpoint=_adapted(base, tmp_path / "a", job))
+    factor = adapted.iteration_time_s / plain.iteration_time_s
+    prior = base.config.error_covariance
+    share = (prior.shared + prior.alike) / (prior.shared + prior.alike + prior.own)
+    assert math.log(factor) == pytest.approx(share * math.log(2.0), rel=1e-3)
     before, after = plain.breakdown.by_kind, adapted.breakdown.by_kind
-    assert after["gemm"] / before["gemm"] == pytest.approx(math.exp(0.7), rel=1e-3)
-    assert after["attention"] / before["attention"] == pytest.approx(math.exp(0.2), rel=1e-3)
+    assert all(after[kind] == pytest.approx(factor * seconds, rel=1e-6) for kind, seconds in before.items())
     parts = [*after.values(), *adapted.breakdown.exposed_communication.values()]
     assert math.fsum(parts) == pytest.approx(adapted.iteration_time_s)
     for stage in adapted.stages:
         assert stage.total_s + stage.bubble_s == pytest.approx(adapted.iteration_time_s, rel=1e-4)
-    assert adapted.to_dict()["provenance"]["calibration"] == {
-        "base": "untrained", "runs": 3, "mode": "factors", "applied": True,
-    }  # fmt: skip
+    assert adapted.to_dict()["provenance"]["calibration"] == {"base": "untrained", "runs": 3, "applied": True}
+
+
+def test_an_adapter_without_known_runs_changes_nothing(job_of: JobOf, base: Checkpoint, tmp_path: Path) -> None:
+    adapted = predict(job_of(), checkpoint=_adapted(base, tmp_path / "a", job_of(), known=()))
+    assert adapted.iteration_time_s == predict(job_of(), checkpoint=base).iteration_time_s
+    assert adapted.provenance["calibration"]["applied"] is False
+
+
+def test_a_covariance_or_a_point_of_other_features_is_refused(job_of: JobOf, base: Checkpoint, tmp_path: Path) -> None:
+    short = tuple(run.model_copy(update={"point": (0.0,)}) for run in _known(base, tmp_path, job_of()))
+    with pytest.raises(CheckpointError, match=r"adapter\.known"):
+        _adapted(base, tmp_path / "b", job_of(), known=short)
+    beyond = ErrorCovariance(columns=(base.config.num_coordinates,), weights=(1.0,))
+    config = base.config.model_copy(update={"error_covariance": beyond})
+    with pytest.raises(CheckpointError, match=r"error_covariance\.columns"):
+        load_checkpoint(save_checkpoint(tmp_path / "c", replace(base, config=config), ""))
+
+
+def _known(base: Checkpoint, path: Path, job: TrainingJob) -> Any:
+    adapter = _adapted(base, path / "known", job).config.adapter
+    assert adapter is not None
+    return adapter.known
+
+
+def test_an_adapter_of_an_earlier_version_says_what_to_do(job_of: JobOf, base: Checkpoint, tmp_path: Path) -> None:
+    folder = _adapted(base, tmp_path / "a", job_of()).path
+    assert folder is not None
+    config = json.loads((folder / "config.json").read_text())
+    config["shrinkage"] = {"offset": 3.0, "factors": 1.0, "local": 4.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load_checkpoint(folder).config.adapter is not None
+    config["adapter"] = {"base": "released", "mode": "offset", "log_factors": {}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="calibrate its runs again"):
+        load_checkpoint(folder)
 
 
 def _log_width(prediction: Any) -> float:
