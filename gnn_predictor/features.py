@@ -302,7 +302,8 @@ class _Work:
         seconds = neutral_s * times
 
         def summed(code: str, names: Sequence[str]) -> list[float]:
-            return np.bincount(columns[code], weights=seconds, minlength=len(names)).tolist()[: len(names)]
+            sums: list[float] = np.bincount(columns[code], weights=seconds, minlength=len(names)).tolist()
+            return sums[: len(names)]
 
         by_kind = summed("kind", KINDS)
         return cls(
