@@ -174,7 +174,7 @@ def known_runs(runs: PlacedJobs, log_errors: Floats) -> tuple[KnownRun, ...]:
     """These runs as an adapter keeps them."""
     columns = (runs.gpus, runs.precisions, runs.coordinates.tolist(), log_errors.tolist())
     return tuple(
-        KnownRun(gpu=gpu, precision=precision, point=[round(each, 5) for each in point], log_error=error)
+        KnownRun(gpu=gpu, precision=precision, point=tuple(round(each, 5) for each in point), log_error=error)
         for gpu, precision, point, error in zip(*columns, strict=True)
     )
 

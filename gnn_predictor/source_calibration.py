@@ -199,8 +199,8 @@ def _surprise(
     diagonal = torch.where(there, kernel.noise + _JITTER, torch.ones(()))
     factor = torch.linalg.cholesky(covariance + torch.diag_embed(diagonal))
     white = torch.linalg.solve_triangular(factor, (targets[rows] * there)[..., None], upper=False)
-    surprise = 0.5 * white.square().sum((1, 2)) + factor.diagonal(dim1=1, dim2=2).log().sum(1)
-    return (surprise / size.sqrt()).mean()
+    surprise: Tensor = 0.5 * white.square().sum((1, 2)) + factor.diagonal(dim1=1, dim2=2).log().sum(1)
+    return torch.mean(surprise / size.sqrt())
 
 
 class _FreeCovariance(nn.Module):
@@ -234,8 +234,8 @@ class _FreeCovariance(nn.Module):
             shared=shared,
             alike=alike,
             own=self.noise.exp().item(),
-            columns=columns.tolist(),
-            weights=(weights / scale)[columns].tolist(),
+            columns=tuple(columns.tolist()),
+            weights=tuple((weights / scale)[columns].tolist()),
             other_gpu=other_gpu,
             other_precision=other_precision,
         )
