@@ -144,25 +144,24 @@ class KnownRun(BaseModel):
 class Adapter(BaseModel):
     """Calibrating runs, what they cover, and how well they did for those of them that were left out.
 
-    ``known`` is empty where left-out runs are predicted no better with the others. ``error_ratios``: of every run, its
-    log error when it was left out over the half-width of its uncalibrated interval.
+    ``share`` of what its runs say of a job is believed; nothing where left-out runs are predicted no better with the
+    others. ``error_ratios``: of every run, its log error when it was left out over the half-width of its uncalibrated
+    interval.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     base: str  # name of the checkpoint it was fitted on
-    num_runs: Annotated[int, Field(ge=1)]
-    known: tuple[KnownRun, ...]
+    known: Annotated[tuple[KnownRun, ...], Field(min_length=1)]
+    share: Annotated[float, Field(ge=0, le=1)]
     gpus: tuple[str, ...]
     frameworks: tuple[str, ...]
     domain: Domain
     kernels: dict[str, Annotated[float, Field(ge=-10, le=10)]] = {}  # log(time / roofline) by kernel_key, measured
     error_ratios: tuple[_NotNegative, ...]
 
-    def error_field(self, covariance: ErrorCovariance) -> ErrorField | None:
-        """What its runs say of other jobs; ``None`` without any."""
-        if not self.known:
-            return None
+    def error_field(self, covariance: ErrorCovariance) -> ErrorField:
+        """What its runs say of other jobs."""
         runs = PlacedJobs(
             torch.tensor([run.point for run in self.known], dtype=torch.float64),
             tuple(run.gpu for run in self.known),
@@ -175,7 +174,7 @@ def known_runs(runs: PlacedJobs, log_errors: Floats) -> tuple[KnownRun, ...]:
     """These runs as an adapter keeps them."""
     columns = (runs.gpus, runs.precisions, runs.coordinates.tolist(), log_errors.tolist())
     return tuple(
-        KnownRun(gpu=gpu, precision=precision, point=[round(each, 5) for each in point], log_error=error)
+        KnownRun(gpu=gpu, precision=precision, point=tuple(round(each, 5) for each in point), log_error=error)
         for gpu, precision, point, error in zip(*columns, strict=True)
     )
 
@@ -201,7 +200,7 @@ def effect_of(adapter: Adapter | None, job: TrainingJob) -> Effect:
     """
     if adapter is None:
         return Effect()
-    about = {"base": adapter.base, "runs": adapter.num_runs}
+    about = {"base": adapter.base, "runs": len(adapter.known)}
     gpu, framework = job.cluster.gpu.name, job.software.framework
     reason = None
     if gpu not in adapter.gpus:
@@ -217,7 +216,7 @@ def effect_of(adapter: Adapter | None, job: TrainingJob) -> Effect:
         kernels=adapter.kernels,
         width_factor=max(1.0, width) if unlike else width,
         warnings=tuple(f"outside the calibrating runs: {each}" for each in unlike),
-        provenance={"calibration": {**about, "applied": bool(adapter.known or adapter.kernels)}},
+        provenance={"calibration": {**about, "applied": bool(adapter.share or adapter.kernels)}},
     )
 
 

@@ -49,7 +49,7 @@ from dataset_builder.tracing.layout import rank_layout
 from dataset_builder.tracing.trace import build_graph
 from gnn_predictor.adapter import Adapter, Floats, PlacedJobs, known_runs
 from gnn_predictor.baselines import REFERENCE_FILE, job_key
-from gnn_predictor.calibration import ClusterErrors, helps, left_out_errors
+from gnn_predictor.calibration import ClusterErrors, best_share, left_out_errors
 from gnn_predictor.checkpoint import (
     CONFIG_FILE,
     Checkpoint,
@@ -91,7 +91,7 @@ class Calibration:
         return {
             "base": self.adapter.base,
             "runs": len(self.runs),
-            "calibrated": bool(self.adapter.known),
+            "share": self.adapter.share,
             "shared_factor": math.exp(self.shared),
             "kernels": {name: math.exp(value) for name, value in self.adapter.kernels.items()},
             **{
@@ -118,37 +118,36 @@ def calibrate(
     """
     runs = _usable(measurements, source)
     gpus = tuple(sorted({run.job.cluster.gpu.name for run in runs}))
+    covariance = base.config.error_covariance
+    before = errors = _errors(runs, base)
+    share, left_out = best_share(errors, left_out_errors(errors, covariance))
     adapter = Adapter(
         base=base.config.name,
-        num_runs=len(runs),
-        known=(),
+        known=known_runs(errors.placed, errors.log_errors),
+        share=share,
         gpus=gpus,
         frameworks=tuple(sorted({run.job.software.framework for run in runs if run.job.software.framework})),
         domain=domain_of(run.job for run in runs),
         error_ratios=(),
     )
-    covariance, before = base.config.error_covariance, _errors(runs, base)
-    errors, left_out = before, left_out_errors(before, covariance)
     if operators:
         kernels = _measured_kernels(operators, base, runs, gpus)
-        informed_adapter = adapter.model_copy(update={"kernels": kernels})
-        informed = _errors(runs, _with(base, informed_adapter))
-        informed_left_out = left_out_errors(informed, covariance)
-        if _is_better(informed, informed_left_out, errors, left_out):
-            adapter, errors, left_out = informed_adapter, informed, informed_left_out
-    after, shared = errors.log_errors, 0.0
-    if helps(errors.log_errors, left_out):
-        field = errors.field(covariance)
-        known = known_runs(errors.placed, errors.log_errors)
-        adapter, after, shared = (
-            adapter.model_copy(update={"known": known}), after - field.expected(errors.placed), field.shared
-        )  # fmt: skip
-    else:
-        left_out = errors.log_errors
+        informed = _errors(runs, _with(base, adapter.model_copy(update={"kernels": kernels, "share": 0.0})))
+        informed_share, informed_left_out = best_share(informed, left_out_errors(informed, covariance))
+        if informed_left_out is None or left_out is None or _mean(informed_left_out) < _mean(left_out):
+            errors, share, left_out = informed, informed_share, informed_left_out
+            known = known_runs(errors.placed, errors.log_errors)
+            adapter = adapter.model_copy(update={"kernels": kernels, "known": known, "share": share})
     adapter = adapter.model_copy(update={"error_ratios": _error_ratios(runs, left_out, base)})
+    field = errors.field(covariance)
+    after = errors.log_errors - share * field.expected(errors.placed)
     measured: Floats = np.array([run.iter_time_s for run in runs])
     names = tuple(run.run_id for run in runs)
-    return Calibration(adapter, names, measured, before.log_errors, left_out, after, shared)
+    return Calibration(adapter, names, measured, before.log_errors, left_out, after, share * field.shared)
+
+
+def _mean(log_errors: Floats) -> float:
+    return float(np.abs(log_errors).mean())
 
 
 def _errors(runs: Sequence[_Run], checkpoint: Checkpoint) -> ClusterErrors:
@@ -164,19 +163,6 @@ def _errors(runs: Sequence[_Run], checkpoint: Checkpoint) -> ClusterErrors:
 
 def _with(base: Checkpoint, adapter: Adapter) -> Checkpoint:
     return replace(base, config=base.config.model_copy(update={"adapter": adapter}))
-
-
-def _is_better(
-    new: ClusterErrors, new_left_out: Floats | None, old: ClusterErrors, old_left_out: Floats | None
-) -> bool:
-    """Whether left-out runs are predicted better, with or without a calibration; a single job's are taken to be."""
-    if new_left_out is None or old_left_out is None:
-        return True
-    best = [
-        min(float(np.abs(errors).mean()) for errors in (runs.log_errors, left_out))
-        for runs, left_out in ((new, new_left_out), (old, old_left_out))
-    ]
-    return best[0] < best[1]
 
 
 def _error_ratios(runs: Sequence[_Run], left_out: Floats | None, base: Checkpoint) -> tuple[float, ...]:
@@ -289,7 +275,7 @@ def report(result: Calibration) -> list[str]:
     figures, adapter = result.figures(), result.adapter
     jobs = ", ".join(adapter.gpus) + (f" under {', '.join(adapter.frameworks)}" if adapter.frameworks else "")
     return [
-        f"{adapter.base}, calibrated with {adapter.num_runs} runs on {jobs}",
+        f"{adapter.base}, calibrated with {len(adapter.known)} runs on {jobs}",
         f"{'error':16} {'before':>9} {'left out':>9} {'fitted':>9}",
         *(
             f"{label:16} {_percent(figures['before'], key)} {_percent(figures['left_out'], key)} "
@@ -314,10 +300,12 @@ def _what_was_fitted(result: Calibration) -> list[str]:
     lines = []
     if adapter.kernels:
         lines.append(f"measured operators in place of the network's times: {', '.join(adapter.kernels)}")
-    if not adapter.known and lines:
+    if not adapter.share and lines:
         return [*lines, "Nothing beside: left-out runs are predicted no better with the errors of the others."]
-    if not adapter.known:
+    if not adapter.share:
         return ["No calibration: left-out runs are predicted no better with one; predictions stay as they are."]
+    if adapter.share < 1:
+        lines.append(f"of what the runs say {adapter.share:.0%} is believed: left-out runs are predicted best with it")
     factors = np.exp([run.log_error for run in adapter.known] - result.after)
     lines.append(f"all jobs of the cluster x {math.exp(result.shared):.3f}")
     lines.append(f"jobs like these runs x {factors.min():.3f} to x {factors.max():.3f} in its place")

@@ -1,7 +1,8 @@
 """What a few measured runs of one cluster are worth for its other jobs.
 
 The errors of its runs go together as :class:`gnn_predictor.adapter.ErrorCovariance` says, so nothing is left to fit.
-Whether they are used at all is what predicts left-out runs better: a calibration that does not help is not made.
+How much of what they say is believed is what predicts left-out runs best, from all of it to nothing: a calibration that
+does not help is not made.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from gnn_predictor.adapter import ErrorCovariance, ErrorField, Floats, PlacedJob
 
 # Leaving out is by job up to so many jobs; beyond, by as many folds of jobs.
 _MOST_FOLDS = 10
+_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # the first of equally good ones is taken
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +53,13 @@ def left_out_errors(runs: ClusterErrors, covariance: ErrorCovariance) -> Floats 
     return left
 
 
-def helps(before: Floats, left_out: Floats | None) -> bool:
-    """Whether left-out runs are predicted no worse; of one job's runs the covariance alone says how far they reach."""
-    return left_out is None or float(np.abs(left_out).mean()) <= float(np.abs(before).mean())
+def best_share(runs: ClusterErrors, left_out: Floats | None) -> tuple[float, Floats | None]:
+    """How much of what runs say of others is to be believed, and the errors of left-out runs that remain with so much.
+
+    Of one job's runs nothing can be left out: the covariance alone says how far they reach.
+    """
+    if left_out is None:
+        return 1.0, None
+    shares = {share: runs.log_errors - share * (runs.log_errors - left_out) for share in _SHARES}
+    best = min(shares, key=lambda share: float(np.abs(shares[share]).mean()))
+    return best, shares[best]

@@ -74,8 +74,8 @@ class CheckpointConfig(_Value):
     @property
     def num_coordinates(self) -> int:
         """Of a whole job."""
-        features = (self.network.get(f"{part}_features", 0) for part in ("workload", "hardware", "software"))
-        return sum(features) + OF_THE_GRAPH
+        features = [self.network.get(f"{part}_features", 0) for part in ("workload", "hardware", "software")]
+        return sum(each for each in features if isinstance(each, int)) + OF_THE_GRAPH
 
     @model_validator(mode="after")
     def _has_these_coordinates(self) -> CheckpointConfig:

@@ -348,10 +348,8 @@ def job_times(jobs: Sequence[TrainingJob], graphs: Sequence[GraphArrays], checkp
             replace(each, spread=before.spread, measured_share=before.measured_share)
             for each, before in zip(informed, answers, strict=True)
         ]
-    field = adapter.error_field(checkpoint.config.error_covariance)
-    if field is None:
-        return answers
-    errors = field.expected(PlacedJobs.of(graphs, [job.precision.label for job in jobs]))
+    placed = PlacedJobs.of(graphs, [job.precision.label for job in jobs])
+    errors = adapter.share * adapter.error_field(checkpoint.config.error_covariance).expected(placed)
     return [
         each.scaled(math.exp(error)) if effect.applies else each
         for each, error, effect in zip(answers, errors.tolist(), effects, strict=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dataset_builder.job.schema import TrainingJob
 from gnn_predictor.adapter import ErrorCovariance, Floats, width_factor
-from gnn_predictor.calibration import ClusterErrors, helps, left_out_errors
+from gnn_predictor.calibration import ClusterErrors, best_share, left_out_errors
 from gnn_predictor.domain import domain_of, outside
 from gnn_predictor.gaussian_process import Kernel, Names
 
@@ -60,13 +60,9 @@ class Draw:
 
     def after(self, covariance: ErrorCovariance) -> tuple[Floats, Floats]:
         """Of the judged rows the log errors that are left, and the half-widths of their intervals."""
-        before, left_out = self.calibrating.log_errors, left_out_errors(self.calibrating, covariance)
-        errors = self.judged.log_errors
-        if helps(before, left_out):
-            expected = self.calibrating.field(covariance).expected(self.judged.placed)
-            errors = errors - np.where(self.applies, expected, 0.0)
-        else:
-            left_out = before
+        share, left_out = best_share(self.calibrating, left_out_errors(self.calibrating, covariance))
+        expected = self.calibrating.field(covariance).expected(self.judged.placed)
+        errors = self.judged.log_errors - share * np.where(self.applies, expected, 0.0)
         ratios = [] if left_out is None else (np.abs(left_out) / self.calibrating_half_width).tolist()
         factor = width_factor(ratios)
         factors = np.where(self.amid, factor, max(1.0, factor))
@@ -138,7 +134,7 @@ def _mean(by_source: Mapping[str, Mapping[str, Any]], key: str) -> float | None:
 
 
 def _figures(draws: Sequence[Draw], covariance: ErrorCovariance) -> dict[str, Any]:
-    """Means over draws with the whole procedure, the choice of none included."""
+    """Means over draws with the whole procedure, the choice of the share included."""
     rows = []
     for draw in draws:
         errors, half_width = draw.after(covariance)
@@ -203,8 +199,8 @@ def _surprise(
     diagonal = torch.where(there, kernel.noise + _JITTER, torch.ones(()))
     factor = torch.linalg.cholesky(covariance + torch.diag_embed(diagonal))
     white = torch.linalg.solve_triangular(factor, (targets[rows] * there)[..., None], upper=False)
-    surprise = 0.5 * white.square().sum((1, 2)) + factor.diagonal(dim1=1, dim2=2).log().sum(1)
-    return (surprise / size.sqrt()).mean()
+    surprise: Tensor = 0.5 * white.square().sum((1, 2)) + factor.diagonal(dim1=1, dim2=2).log().sum(1)
+    return torch.mean(surprise / size.sqrt())
 
 
 class _FreeCovariance(nn.Module):
@@ -238,8 +234,8 @@ class _FreeCovariance(nn.Module):
             shared=shared,
             alike=alike,
             own=self.noise.exp().item(),
-            columns=columns.tolist(),
-            weights=(weights / scale)[columns].tolist(),
+            columns=tuple(columns.tolist()),
+            weights=tuple((weights / scale)[columns].tolist()),
             other_gpu=other_gpu,
             other_precision=other_precision,
         )

@@ -20,7 +20,7 @@ from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.layout import rank_layout
 from dataset_builder.tracing.trace import build_graph
 from gnn_predictor.adapter import Adapter, ErrorCovariance, PlacedJobs, known_runs, width_factor
-from gnn_predictor.calibration import ClusterErrors, helps, left_out_errors
+from gnn_predictor.calibration import ClusterErrors, best_share, left_out_errors
 from gnn_predictor.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from gnn_predictor.domain import domain_of
 from gnn_predictor.features import featurize
@@ -72,7 +72,9 @@ def test_left_out_jobs_of_a_slower_cluster_are_predicted_better() -> None:
     left_out = left_out_errors(cluster, COVARIANCE)
     assert left_out is not None
     assert np.abs(left_out).mean() < 0.35 * np.abs(cluster.log_errors).mean()
-    assert helps(cluster.log_errors, left_out)
+    share, kept = best_share(cluster, left_out)
+    assert share == 1.0
+    assert (kept == left_out).all()
 
 
 def test_runs_of_one_job_are_left_out_together() -> None:
@@ -85,7 +87,17 @@ def test_runs_of_one_job_are_left_out_together() -> None:
 
 def test_errors_that_say_nothing_of_each_other_are_not_used() -> None:
     cluster = _cluster(range(6), 0.2 * (-1.0) ** np.arange(6))
-    assert not helps(cluster.log_errors, left_out_errors(cluster, COVARIANCE))
+    share, kept = best_share(cluster, left_out_errors(cluster, COVARIANCE))
+    assert share == 0.0
+    assert (kept == cluster.log_errors).all()
+
+
+def test_of_what_says_too_much_a_share_is_believed() -> None:
+    cluster = _cluster([0.0, 50.0], [0.1, 0.1])
+    share, kept = best_share(cluster, np.array([-0.09, -0.11]))
+    assert share == 0.5
+    assert kept == pytest.approx([0.005, -0.005])
+    assert best_share(cluster, None) == (1.0, None)
 
 
 def test_many_jobs_are_left_out_in_folds() -> None:
@@ -129,7 +141,7 @@ def _adapted(base: Checkpoint, path: Path, job: TrainingJob, **changes: Any) -> 
     graph = featurize(resolved, build_graph(resolved), rank_layout(resolved))
     known = known_runs(PlacedJobs.of([graph], [resolved.precision.label]), np.array([math.log(2.0)]))
     fields: dict[str, Any] = {
-        "base": base.config.name, "num_runs": 3, "known": known, "gpus": (job.cluster.gpu.name,), "frameworks": (),
+        "base": base.config.name, "known": known, "share": 1.0, "gpus": (job.cluster.gpu.name,), "frameworks": (),
         "domain": domain_of([resolved]), "error_ratios": (0.1, 0.1, 0.1),
     }  # fmt: skip
     config = base.config.model_copy(update={"name": "adapted", "adapter": Adapter(**(fields | changes))})
@@ -149,11 +161,11 @@ def test_an_adapter_keeps_a_prediction_whole(job_of: JobOf, base: Checkpoint, tm
     assert math.fsum(parts) == pytest.approx(adapted.iteration_time_s)
     for stage in adapted.stages:
         assert stage.total_s + stage.bubble_s == pytest.approx(adapted.iteration_time_s, rel=1e-4)
-    assert adapted.to_dict()["provenance"]["calibration"] == {"base": "untrained", "runs": 3, "applied": True}
+    assert adapted.to_dict()["provenance"]["calibration"] == {"base": "untrained", "runs": 1, "applied": True}
 
 
-def test_an_adapter_without_known_runs_changes_nothing(job_of: JobOf, base: Checkpoint, tmp_path: Path) -> None:
-    adapted = predict(job_of(), checkpoint=_adapted(base, tmp_path / "a", job_of(), known=()))
+def test_an_adapter_that_is_not_believed_changes_nothing(job_of: JobOf, base: Checkpoint, tmp_path: Path) -> None:
+    adapted = predict(job_of(), checkpoint=_adapted(base, tmp_path / "a", job_of(), share=0.0))
     assert adapted.iteration_time_s == predict(job_of(), checkpoint=base).iteration_time_s
     assert adapted.provenance["calibration"]["applied"] is False
 
