@@ -68,8 +68,9 @@ _FORMAT_FEATURES = 12  # six of the input's format and six of the output's
 _SHARED_FEATURES = len(KINDS) + len(PHASES) + len(AXES) + len(_OP_CLASSES) + 6 + 1 + _TILE_FEATURES + _GROUP_FEATURES
 JOB_FEATURES = _SHARED_FEATURES + _WORK_FEATURES  # leading columns of node_features that no format changes
 _NODE_FEATURES = JOB_FEATURES + len(_RECIPES) + _WORK_FEATURES
-# Columns of node_features that say what a kernel does in its own formats.
+# Columns of node_features that say what a kernel does in its own formats, and the same as two slices.
 KERNEL_FEATURES = (*range(_SHARED_FEATURES), *range(JOB_FEATURES, _NODE_FEATURES))
+KERNEL_SLICES = (slice(0, _SHARED_FEATURES), slice(JOB_FEATURES, _NODE_FEATURES))
 # Rough cost of launching one kernel from the host, only to scale the launch features (seconds).
 _TYPICAL_LAUNCH_S = 8e-6
 
