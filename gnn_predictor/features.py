@@ -68,8 +68,9 @@ _FORMAT_FEATURES = 12  # six of the input's format and six of the output's
 _SHARED_FEATURES = len(KINDS) + len(PHASES) + len(AXES) + len(_OP_CLASSES) + 6 + 1 + _TILE_FEATURES + _GROUP_FEATURES
 JOB_FEATURES = _SHARED_FEATURES + _WORK_FEATURES  # leading columns of node_features that no format changes
 _NODE_FEATURES = JOB_FEATURES + len(_RECIPES) + _WORK_FEATURES
-# Columns of node_features that say what a kernel does in its own formats.
+# Columns of node_features that say what a kernel does in its own formats, and the same as two slices.
 KERNEL_FEATURES = (*range(_SHARED_FEATURES), *range(JOB_FEATURES, _NODE_FEATURES))
+KERNEL_SLICES = (slice(0, _SHARED_FEATURES), slice(JOB_FEATURES, _NODE_FEATURES))
 # Where node_features say a kernel's work: in 16 bits, and in its own formats.
 WORK_COLUMNS = tuple(slice(end - _WORK_FEATURES, end) for end in (JOB_FEATURES, _NODE_FEATURES))
 # Columns that follow from a device's or a link's specification: of the node features tiles per SM, the link of a

@@ -104,6 +104,7 @@ class _Events:
     is_remote: list[bool]  # whether another rank runs the feeder
     work: list[int]  # row of ``coefficients``
     coefficients: Floats  # [distinct works, len(TIMES) * num_stages]: an event's seconds as a sum of stage times
+    last: list[int]  # place of every rank's last event
     num_ranks: int
 
 
@@ -171,8 +172,9 @@ def _one_step(
         return _period(shape, stage_s, hop_s)[0], []
     events = _events(shape)
     end = _ends(events, stage_s, hop_s, begun or [0.0] * shape.num_ranks)
-    seconds = max(end)
-    _, counts, hops = _path_to(end.index(seconds), events, end, hop_s)
+    latest = max(events.last, key=end.__getitem__)
+    seconds = end[latest]
+    _, counts, hops = _path_to(latest, events, end, hop_s)
     return Makespan(seconds, _by_stage(counts, events), float(hops)), end
 
 
@@ -234,7 +236,7 @@ def _period(shape: PipelineShape, stage_s: Floats, hop_s: float) -> tuple[Makesp
     Steps are run until no rank falls further behind than the best cycle found among their longest paths.
     """
     events = _events(shape)
-    last_of = {rank: place for place, rank in enumerate(events.rank, start=shape.num_ranks)}
+    last_of = dict(enumerate(events.last))
     arrival_s = stage_s[_FORWARD] / shape.num_chunks
     free = (np.cumsum(arrival_s) - arrival_s).tolist()  # as the first microbatch arrives
     best = Makespan(0.0, np.zeros_like(stage_s), 0.0)
@@ -355,6 +357,7 @@ def _events(shape: PipelineShape) -> _Events:
         is_remote=(is_fed & (np.concatenate([np.arange(p), rank[order]])[feeder] != rank))[order].tolist(),
         work=work,
         coefficients=np.stack([_coefficients(each, shape) for each in works]),
+        last=place[first[1:] - 1].tolist(),
         num_ranks=p,
     )
 

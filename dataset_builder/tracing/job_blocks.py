@@ -75,7 +75,9 @@ def job_blocks(job: TrainingJob, layout: RankLayout) -> JobBlocks:
     for stage, indices in enumerate(layout.stage_layers):
         recomputed = len(indices) if limit is None else limit
         for recompute, part in (("full", indices[:recomputed]), ("none", indices[recomputed:])):
-            for kind, count in Counter(map(kind_of.__getitem__, part)).items():  # in the order of the layers
+            # In the order of the layers; those of one kind need no walk.
+            of_kind = {0: len(part)} if part and len(kinds) == 1 else Counter(map(kind_of.__getitem__, part))
+            for kind, count in of_kind.items():
                 counts.setdefault((recompute if mode == "full" else mode, kind), Counter())[stage] += count
     if model.mtp_layers:  # further layers of the last one's kind
         key = ("none" if mode == "full" and limit is not None else mode, kind_of[-1])

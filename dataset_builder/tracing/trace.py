@@ -76,7 +76,7 @@ class GraphBuilder:
         self._pipeline_messages(head.output_dtype if not layers else layers[0][0].output_dtype, chain)
         self._data_parallel(self.facts, chain, layers)
         repeats = np.array(self.repeats, dtype=np.float64)[self.rows].T.copy()
-        edges = tuple(Edge(source, target, kind) for (source, target), kind in sorted(self.edges.items()))
+        edges = tuple(Edge(*ends, self.edges[ends]) for ends in sorted(self.edges))
         return TrainingGraph(
             tuple(self.nodes),
             edges,
