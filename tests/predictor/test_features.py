@@ -46,3 +46,22 @@ def test_a_wider_format_shows_in_the_kernels_own_columns(job_of: JobOf) -> None:
 def test_every_column_is_read_by_a_stream(job_of: JobOf) -> None:
     columns = arrays(job_of()).node_features.shape[1]
     assert set(range(JOB_FEATURES)) | set(KERNEL_FEATURES) == set(range(columns))
+
+
+def test_links_that_differ_in_latency_alone_are_told_apart(job_of: JobOf) -> None:
+    """What is known of a message is kept for later jobs: not for those on a link that is merely called the same."""
+    near, far = (
+        arrays(
+            job_of(
+                parallel={"tensor": 2},
+                cluster={
+                    "gpu": "A100-SXM4-80GB", "gpus_per_node": 8,
+                    "intra_node": {"name": "own", "bytes_per_s_per_gpu": 300e9, "latency_s": latency_s},
+                },
+            )
+        )
+        for latency_s in (5e-6, 5e-5)
+    )  # fmt: skip
+    is_message = near.is_overlappable == 1
+    assert (near.log_roofline_s < far.log_roofline_s)[is_message].all()
+    np.testing.assert_array_equal(near.log_roofline_s[~is_message], far.log_roofline_s[~is_message])
