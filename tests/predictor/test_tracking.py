@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,24 @@ def _records(file: Path) -> Iterator[Any]:
             continue
         _, length, kind = struct.unpack("<IHB", content[position : position + _HEADER])
         data = content[position + _HEADER : position + _HEADER + length]
+        if len(data) < length:  # it is being written
+            return
         position += _HEADER + length
         parts = data if kind in (_FULL, _FIRST) else parts + data
         if kind in (_FULL, _LAST) and parts:
             record = protocol.Record()
             record.ParseFromString(parts)
             yield record
+
+
+def _finished(path: Path) -> list[Any]:
+    """The records of a run that has ended: W&B's service may write them after the run was told to finish."""
+    for _ in range(300):
+        records = list(_records(path))
+        if any(record.WhichOneof("record_type") == "exit" for record in records):
+            return records
+        time.sleep(0.1)
+    raise AssertionError("the run's file does not say that it ended")
 
 
 @pytest.fixture
@@ -67,7 +80,7 @@ def test_an_offline_run_holds_metrics_predictions_and_artifacts(tmp_path: Path) 
     artifacts: dict[str, dict[str, Any]] = {}
     summary: dict[str, Any] = {}
     settings: dict[str, Any] = {}
-    for record in _records(run_file):
+    for record in _finished(run_file):
         kind = record.WhichOneof("record_type")
         if kind == "history":
             for item in record.history.item:
