@@ -476,9 +476,7 @@ def _group(row: OperatorRow, spec: DeviceSpec) -> AxisGroup:
     return AxisGroup(ranks, nodes, tuple(tiers), copies=row.sizes.get("topk") or 1)
 
 
-_LINK_WORDS = (
-    ("nvl72", "nvlink5-nvl72"), ("nvlink-pair", "nvlink-pair+pcie5"), ("h800", "nvlink4-h800"),
-)  # fmt: skip
+_LINK_WORDS = (("nvl72", "nvlink5-nvl72"), ("nvlink-pair", "nvlink-pair+pcie5"), ("h800", "nvlink4-h800"))
 
 
 @functools.lru_cache(maxsize=256)
