@@ -49,6 +49,22 @@ class Breakdown:
     exposed_communication_by_dtype: Mapping[str, float]
     overlapped_communication: Mapping[str, float]
 
+    def scaled(self, factor: float) -> Breakdown:
+        """Where the seconds go when all of them are ``factor`` times as many."""
+
+        def times(seconds: Mapping[str, float]) -> dict[str, float]:
+            return {name: each * factor for name, each in seconds.items()}
+
+        return Breakdown(
+            by_kind=times(self.by_kind),
+            by_dtype=times(self.by_dtype),
+            by_bound={kind: times(bounds) for kind, bounds in self.by_bound.items()},
+            gemm_by_dtype=times(self.gemm_by_dtype),
+            exposed_communication=times(self.exposed_communication),
+            exposed_communication_by_dtype=times(self.exposed_communication_by_dtype),
+            overlapped_communication=times(self.overlapped_communication),
+        )
+
 
 @dataclass(frozen=True)
 class JobTimes:

@@ -135,7 +135,9 @@ def _in_pairs(events: Sequence[Sequence[tuple[int, int, int]]]) -> IntArray:
 
 def _tasks(kind: int, piece: int | IntArray, microbatch: IntArray) -> IntArray:
     """One task for each microbatch; [tasks, 3]."""
-    return np.stack(np.broadcast_arrays(kind, piece, microbatch), axis=1)
+    tasks = np.empty((len(microbatch), 3), dtype=np.int64)
+    tasks[:, 0], tasks[:, 1], tasks[:, 2] = kind, piece, microbatch
+    return tasks
 
 
 def _one_forward_one_backward(shape: PipelineShape, rank: int) -> IntArray:
