@@ -1,5 +1,6 @@
 """What the network's kinds of knowledge are worth: fitted again without one of them each, on protocol P2's splits.
 
+``full`` lacks nothing; with one member a split, as here, it is the first member of P2's own ensembles.
 ``without_operators`` learns from runs alone: measured operators have no weight, only the scales of the inputs are still
 taken over both. To ``without_format_properties`` a floating-point format is a name: its bits, exponent, mantissa, block
 size and relative peak are hidden, and a kernel's work is that of 16 bits. ``without_hardware`` reads nothing that
@@ -29,7 +30,7 @@ from gnn_predictor.graph_store import GraphStore
 from gnn_predictor.metrics import BREAKDOWNS, macro_mape, time_figures
 from gnn_predictor.protocols import LEFT_OUT, blended, network_errors
 
-NAMES = ("without_operators", "without_format_properties", "without_hardware")
+NAMES = ("full", "without_operators", "without_format_properties", "without_hardware")
 PROTOCOL = "P2"  # its rows are predicted by networks that never saw their precision
 _FACTS = ["run_id", *BREAKDOWNS, "pair_group", "layout_group", "layout"]
 _FIGURES = ("count", "mape_percent", "median_ape_percent", "signed_mean_percent", "macro_mape_by_source_percent",
@@ -50,14 +51,11 @@ class Ablation:
         """The fits of all splits, not yet run."""
         if name == "without_operators":
             settings = replace(settings, operator_weight=0.0)
-        else:
+        elif name != "full":
             shop = replace(shop, runs=_hidden_runs(name, shop), operators=_hidden_operators(name, shop.operators))
-        tasks = {
-            split.name: [
-                replace(task, name=f"{name}-{task.name}") for task in split_tasks(split, shop, settings, members)
-            ]
-            for split in each
-        }
+        tasks = {split.name: split_tasks(split, shop, settings, members) for split in each}
+        if name != "full":  # whose fits are those of P2
+            tasks = {split: [replace(one, name=f"{name}-{one.name}") for one in own] for split, own in tasks.items()}
         return cls(name, tuple(each), shop, tasks)
 
     def fit(self) -> dict[str, list[dict[str, float]]]:
@@ -71,20 +69,19 @@ class Ablation:
     def _split(self, split: Split) -> pd.DataFrame:
         test = self.shop.runs.select(np.array(split.test, dtype=np.int64))
         predicted = predict_graphs(trained(self.tasks[split.name], self.shop), test.graphs)
-        predicted = predicted.rename(columns={"predicted_s": "network_s", "spread": "network_spread"})
         return predicted.assign(run_id=test.table["run_id"])
 
 
 def ablation_figures(ablations: Sequence[Ablation], known: pd.DataFrame, runs: RunExamples) -> dict[str, Any]:
-    """Errors of the full network and of every ablation on the same rows: alone, and ``blended`` with measured runs.
+    """Errors of every ablation on the same rows: alone, and ``blended`` with measured runs.
 
-    ``known`` are held-out rows with the full network's estimates, of P2, and of P1 for the error that networks are
+    ``known`` are held-out rows of P2, for what measured runs say of them, and of P1, for the error that networks are
     weighed by.
     """
     rows, jobs = (known[known["protocol"] == name] for name in (PROTOCOL, "P1"))
     errors = network_errors(jobs, {str(split): set(own["run_id"]) for split, own in rows.groupby("split")})
     rows = rows.merge(runs.table[_FACTS], on="run_id", validate="one_to_one")
-    figures = {"full": _figures(rows.assign(predicted_s=rows["iter_time_s"] * np.exp(-rows["log_error"])))}
+    figures = {}
     for ablation in ablations:
         own = rows.drop(columns="network_s").merge(ablation.held_out(), on="run_id", validate="one_to_one")
         figures[ablation.name] = _figures(blended(own, errors))

@@ -3,6 +3,10 @@
 Both are estimates of log seconds with errors of their own: the network's, about the same for every job, and the
 Gaussian process's, small beside measured runs and large far from them. The estimate of least variance weighs each by
 the inverse of its variance (Cochran 1937). Everything that the network says of the job's parts is scaled alike.
+
+The network's own members are weighed the same way. Those that explain every source by its jobs are right beside its
+runs and carry its peculiarities along far from them; those of the population (:mod:`gnn_predictor.source_effects`) err
+by a source's factor, however far.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ Floats = NDArray[np.float64]
 
 # Errors the network may be taken to have: from 2% to 64% in steps of a quarter.
 NETWORK_ERRORS = tuple(0.02 * 1.25**step for step in range(17))
+# Of the factor by which a source differs from an average one: the root mean square of what P5's sources differ by.
+SOURCE_DEVIATION = 0.25
 _ABSOLUTE = math.sqrt(2 / math.pi)  # expected absolute value of a normal variable of deviation 1
 
 
@@ -41,6 +47,21 @@ class Blend(BaseModel):
     def names(self) -> Names:
         """What the codes of the process count through."""
         return Names(self.gpus, self.precisions)
+
+
+@dataclass(frozen=True)
+class RunsEstimate:
+    """Of every job: log seconds that measured runs like it took, and the deviation of that. Two of [job]"""
+
+    log_seconds: Floats
+    deviation: Floats
+
+    @property
+    def population_share(self) -> Floats:
+        """Of the network's answer, what is left to its members of the population, 0 to 1. [job]"""
+        variance = self.deviation**2
+        share: Floats = variance / (variance + SOURCE_DEVIATION**2)
+        return share
 
 
 @dataclass(frozen=True)
@@ -77,24 +98,17 @@ class MeasuredRuns:
     blend: Blend
 
     @torch.inference_mode()
-    def corrections(
-        self,
-        graphs: Sequence[GraphArrays],
-        precisions: Sequence[str],
-        network_s: Sequence[float],
-        spread: Sequence[float],
-    ) -> Corrections:
-        """Of jobs with these precision labels, for which the network alone says ``network_s`` seconds."""
-        log_runs, deviation = self.estimates(graphs, precisions)
-        log_network = np.log(np.asarray(network_s, dtype=float))
-        return weighed(log_network, np.asarray(spread, dtype=float), log_runs, deviation, self.blend.network_error)
-
-    @torch.inference_mode()
-    def estimates(self, graphs: Sequence[GraphArrays], precisions: Sequence[str]) -> tuple[Floats, Floats]:
-        """Log seconds that runs like these took, and the deviation of that. Two of [job]"""
+    def estimate(self, graphs: Sequence[GraphArrays], precisions: Sequence[str]) -> RunsEstimate:
+        """What they say of jobs with these precision labels."""
         codes = self.blend.names.codes([graph.device_name for graph in graphs], precisions)
         log_seconds, deviation = self.process.posterior(WholeJobs.of(graphs), codes)
-        return log_seconds.numpy(), deviation.numpy()
+        return RunsEstimate(log_seconds.numpy(), deviation.numpy())
+
+    def corrections(self, known: RunsEstimate, network_s: Sequence[float], spread: Sequence[float]) -> Corrections:
+        """Of jobs that they say this of, and for which the network alone says ``network_s`` seconds."""
+        log_network = np.log(np.asarray(network_s, dtype=float))
+        spread_of = np.asarray(spread, dtype=float)
+        return weighed(log_network, spread_of, known.log_seconds, known.deviation, self.blend.network_error)
 
 
 def best_network_error(log_network: Floats, log_runs: Floats, deviation: Floats, log_measured: Floats) -> float:

@@ -33,7 +33,7 @@ _BREAKDOWNS: dict[str, tuple[str, Sequence[str]]] = {
     "by_gpu_count": ("number of GPUs", GPU_COUNTS),
 }
 _ABLATIONS = {
-    "full": "the full network",
+    "full": "with all of it",
     "without_operators": "without operator tables",
     "without_format_properties": "without format properties",
     "without_hardware": "without hardware specification",
@@ -41,7 +41,8 @@ _ABLATIONS = {
 _ABLATIONS_TEXT = """## What each kind of knowledge is worth
 
 P2's held-out rows, predicted by networks that were fitted on its splits without one kind of knowledge each. All figures
-are MAPE, the median apart; those of the network alone, if not said otherwise.
+are MAPE, the median apart; those of the network alone, if not said otherwise. It is one network a split, the first of
+the two that P2's own figures are made with.
 
 - Without operator tables: a network that learns from runs alone, no measured operator has a weight.
 - Without format properties: a format is only a name. Its bits, exponent, mantissa, block size and relative peak are

@@ -30,7 +30,7 @@ from gnn_predictor.features import GraphArrays
 from gnn_predictor.finetune import Start
 from gnn_predictor.fitting import FitSettings, fit
 from gnn_predictor.graph_store import GraphStore
-from gnn_predictor.network import Ensemble, NetworkConfig, Predictor
+from gnn_predictor.network import Ensemble, NetworkConfig, Predictor, is_population
 
 Mask = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -61,16 +61,24 @@ class Workshop:
 
 
 def split_tasks(split: Split, shop: Workshop, settings: FitSettings, members: int) -> list[FitTask]:
-    """The fits of one split, a member each. Operators of hidden formats, and a fifth of all shapes, stay unseen."""
+    """The fits of one split. Operators of hidden formats, and a fifth of all shapes, stay unseen."""
     table = shop.operators.table
     fold = int.from_bytes(split.name.encode(), "big") % 5
     held_out = held_out_operators(shop.operators, fold)
     seen = ~held_out & ~table["dtype"].isin(split.hidden_op_dtypes).to_numpy(bool)
     operators = tuple(np.flatnonzero(seen).tolist())
-    return [
-        FitTask(f"{split.name}.{member}", replace(settings, seed=settings.seed + member), split.train, operators)
+    return member_tasks(split.name, split.train, operators, settings, members)
+
+
+def member_tasks(
+    name: str, runs: tuple[int, ...], operators: tuple[int, ...], settings: FitSettings, members: int
+) -> list[FitTask]:
+    """The fits of one ensemble: members have seeds of their own, and every second one source effects, if any has."""
+    each = [
+        replace(settings, seed=settings.seed + member, source_effects=settings.source_effects and is_population(member))
         for member in range(members)
     ]
+    return [FitTask(f"{name}.{member}", own, runs, operators) for member, own in enumerate(each)]
 
 
 def held_out_operators(operators: OperatorExamples, fold: int) -> Mask:
@@ -161,15 +169,19 @@ def trained(tasks: Sequence[FitTask], shop: Workshop) -> Ensemble:
 
 
 @torch.inference_mode()
-def predict_graphs(network: Ensemble, graphs: Sequence[GraphArrays]) -> pd.DataFrame:
-    """Columns ``predicted_s`` and ``spread`` (expected absolute log error) of every graph."""
+def predict_graphs(
+    network: Ensemble, graphs: Sequence[GraphArrays], population_share: Floats | None = None
+) -> pd.DataFrame:
+    """Columns ``network_s`` and ``network_spread`` (expected absolute log error) of every graph."""
     seconds, spread = [], []
     for start in range(0, len(graphs), _GRAPHS_AT_ONCE):
-        batch = collate(graphs[start : start + _GRAPHS_AT_ONCE], network.config.devices)
-        predicted, times, _ = network(batch)
+        some = slice(start, start + _GRAPHS_AT_ONCE)
+        batch = collate(graphs[some], network.config.devices)
+        share = None if population_share is None else torch.from_numpy(population_share[some])
+        predicted, times, _ = network(batch, share)
         seconds += predicted.tolist()
         spread += times.log_spread.exp().tolist()
-    return pd.DataFrame({"predicted_s": seconds, "spread": spread})
+    return pd.DataFrame({"network_s": seconds, "network_spread": spread})
 
 
 @torch.inference_mode()

@@ -29,6 +29,7 @@ from gnn_predictor.dataset import OperatorExamples, RunExamples, endless_rows, g
 from gnn_predictor.graph_store import in_parts
 from gnn_predictor.network import NetworkConfig, Predictor
 from gnn_predictor.objective import robust, source_weights, spread_loss
+from gnn_predictor.source_effects import LEARNING_RATE_FACTOR, SourceEffects
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class FitSettings:
     spread_weight: float = 0.05
     source_power: float = 0.5  # weight of a run: (runs of its source) ** -source_power
     average_from: float = 0.7  # weights are averaged over the last part of training
+    source_effects: bool = False  # what is constant in a source's times is learnt beside the network, not by it
     seed: int = 0
 
 
@@ -112,14 +114,17 @@ def fit(
 class _BothBatches(nn.Module):
     """Runs and operators in one forward pass, as DistributedDataParallel wants it."""
 
-    def __init__(self, network: Predictor) -> None:
+    def __init__(self, network: Predictor, effects: SourceEffects | None) -> None:
         super().__init__()
         self.network = network
+        self.effects = effects
 
-    def forward(self, runs: GraphBatch, operators: GraphBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Iteration seconds and log spread of the runs [B], seconds of the operators [O]."""
+    def forward(self, runs: GraphBatch, rows: Tensor, operators: GraphBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Log seconds of an iteration, log factor of the source and log spread of the runs at ``rows`` [B], seconds of
+        the operators [O]."""
         seconds, times, _ = self.network(runs)
-        return seconds, times.log_spread, self.network.node_times(operators).seconds
+        log_factor = torch.zeros_like(seconds) if self.effects is None else self.effects(rows)
+        return seconds.log(), log_factor, times.log_spread, self.network.node_times(operators).seconds
 
 
 class _Training:
@@ -138,22 +143,31 @@ class _Training:
             self.network = Predictor(start)
             self.network.set_scales(*_scales(runs, operators))
         self.average = torch.optim.swa_utils.AveragedModel(self.network)
-        self.optimizer = torch.optim.AdamW(
-            self.network.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
-        )
         self.loader = run_loader(runs.graphs, self.network.config.devices, settings.batch_size, self.generator)
         self.log_seconds = torch.tensor(runs.table["iter_time_s"].to_numpy()).log().float()
-        self.weight = source_weights(runs.table["source_id"].tolist(), settings.source_power)
+        sources = runs.table["source_id"].tolist()
+        self.weight = source_weights(sources, settings.source_power)
+        self.effects = SourceEffects(sources, self.weight) if settings.source_effects else None
+        self.optimizer = self._new_optimizer()
         self.operator_weight = source_weights(
             (operators.table["source_id"] + operators.table["kind"] + operators.table["dtype"]).tolist(), 0.5
         )
         self.num_steps = settings.epochs * len(self.loader)
         self.step = 0
         self.epoch = 0
-        self.model: nn.Module = _BothBatches(self.network)
+        self.model: nn.Module = _BothBatches(self.network, self.effects)
         if ranks.count() > 1:
             self.model = DistributedDataParallel(self.model)
             self._seed_rank()
+
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        """AdamW; ``rate`` is a group's learning rate at its highest."""
+        rate = self.settings.learning_rate
+        groups: list[dict[str, Any]] = [{"params": list(self.network.parameters()), "rate": rate}]
+        if self.effects is not None:
+            own = {"rate": LEARNING_RATE_FACTOR * rate, "weight_decay": 0.0}
+            groups.append({"params": list(self.effects.parameters()), **own})
+        return torch.optim.AdamW(groups, lr=rate, weight_decay=self.settings.weight_decay)
 
     def _seed_rank(self) -> None:
         """What a rank drops at random is its own; rank 0 alone goes on as a single process would."""
@@ -181,8 +195,10 @@ class _Training:
     def _step(self, data: Any, operator_rows: Tensor) -> tuple[float, float, float]:
         """One update; returns this rank's part of both losses and of the mean absolute log error."""
         operator_rows = operator_rows[ranks.share(len(operator_rows))]
-        seconds, log_spread, operator_s = self.model(graph_batch(data), self.operators.batch(operator_rows))
-        error = seconds.log() - self.log_seconds[data.row]
+        batch, operators = graph_batch(data), self.operators.batch(operator_rows)
+        log_seconds, log_factor, log_spread, operator_s = self.model(batch, data.row, operators)
+        network_error = log_seconds - self.log_seconds[data.row]  # what a source that nobody knows will have
+        error = network_error + log_factor
         operator_error = operator_s.log() - self.operators.log_seconds[operator_rows]
         weight, one = self.weight[data.row], torch.ones_like(operator_error)
         mine = torch.stack([weight.sum(), torch.tensor(float(len(error))), one.sum()])
@@ -192,8 +208,10 @@ class _Training:
         loss = (
             run_loss
             + self.settings.operator_weight * operator_loss
-            + self.settings.spread_weight * spread_loss(error, log_spread, weight, whole)
+            + self.settings.spread_weight * spread_loss(network_error, log_spread, weight, whole)
         )
+        if self.effects is not None:
+            loss = loss + self.effects.penalty() / ranks.count()
         self.optimizer.zero_grad()
         (loss * ranks.count()).backward()  # of which the ranks' mean is taken
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
@@ -205,7 +223,7 @@ class _Training:
         progress = self.step / max(self.num_steps, 1)
         factor = progress / 0.03 if progress < 0.03 else 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress))
         for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.learning_rate * max(factor, 0.01)
+            group["lr"] = group["rate"] * max(factor, 0.01)
 
     def result(self) -> Predictor:
         """The averaged network, in evaluation mode."""
@@ -222,6 +240,7 @@ class _Training:
             "epoch": self.epoch, "step": self.step, "network": self.network.state_dict(),
             "average": self.average.state_dict(), "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(), "torch": random_states,
+            "effects": self.effects.state_dict() if self.effects is not None else {},
         }  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".partial")
@@ -239,6 +258,8 @@ class _Training:
         self.network.load_state_dict(state["network"])
         self.average.load_state_dict(state["average"])
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.effects is not None:
+            self.effects.load_state_dict(state["effects"])
         self.generator.set_state(state["generator"])
         self.epoch, self.step = state["epoch"], state["step"]
         known = state["torch"]

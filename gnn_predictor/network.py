@@ -356,11 +356,18 @@ def iteration_times(batch: GraphBatch, table: StageTable, overhead_s: Tensor) ->
     return torch.stack(results) + overhead_s
 
 
+def is_population(member: int) -> bool:
+    """Whether this member of an ensemble is trained with source effects beside it: every second one is."""
+    return member % 2 == 1
+
+
 class Ensemble(nn.Module):
     """Several networks of one configuration; node times are their means, so every figure stays consistent.
 
     Arithmetic means: runs teach sums of node times, and members may divide a sum differently among its nodes. Any
-    other mean of the nodes would make the sum smaller than every member's.
+    other mean of the nodes would make the sum smaller than every member's. ``population_share`` [B], 0 to 1, is what
+    those members have in a job's means that :func:`is_population` tells, where there are others; without it all have
+    the same.
     """
 
     def __init__(self, members: Sequence[Predictor]) -> None:
@@ -379,23 +386,36 @@ class Ensemble(nn.Module):
         ensemble.load_state_dict(dict(tensors))
         return ensemble.eval()
 
-    def node_times(self, batch: GraphBatch) -> NodeTimes:
-        """Means of the members' node times"""
+    def node_times(self, batch: GraphBatch, population_share: Tensor | None = None) -> NodeTimes:
+        """Means of the members' node times."""
         each = [cast(Predictor, member).node_times(batch) for member in self.members]
+        of_job = self._weights(len(each[0].overhead_s), population_share)
+        of_node = of_job[:, batch.node_graph]
 
-        def mean(pick: Callable[[NodeTimes], Tensor]) -> Tensor:
-            return torch.stack([pick(times) for times in each]).mean(0)
+        def mean(pick: Callable[[NodeTimes], Tensor], weight: Tensor) -> Tensor:
+            return (torch.stack([pick(times) for times in each]) * weight).sum(0)
 
         return NodeTimes(
-            seconds=mean(lambda t: t.seconds),
-            exposed_s=mean(lambda t: t.exposed_s),
-            host_s_per_launch=mean(lambda t: t.host_s_per_launch),
-            overhead_s=mean(lambda t: t.overhead_s),
-            log_spread=torch.stack([times.log_spread for times in each]).mean(0),
+            seconds=mean(lambda t: t.seconds, of_node),
+            exposed_s=mean(lambda t: t.exposed_s, of_node),
+            host_s_per_launch=mean(lambda t: t.host_s_per_launch, of_job),
+            overhead_s=mean(lambda t: t.overhead_s, of_job),
+            log_spread=mean(lambda t: t.log_spread, of_job),
         )
 
-    def forward(self, batch: GraphBatch) -> tuple[Tensor, NodeTimes, StageTable]:
+    def _weights(self, jobs: int, population_share: Tensor | None) -> Tensor:
+        """Of every member in every job. [member, B]"""
+        of_population = torch.tensor([is_population(index) for index in range(len(self.members))])
+        count = int(of_population.sum())
+        if population_share is None or count == 0:
+            return torch.full((len(self.members), jobs), 1 / len(self.members))
+        share = population_share.float()
+        return torch.where(of_population[:, None], share / count, (1 - share) / (len(self.members) - count))
+
+    def forward(
+        self, batch: GraphBatch, population_share: Tensor | None = None
+    ) -> tuple[Tensor, NodeTimes, StageTable]:
         """Iteration seconds [B], node times and stage table."""
-        times = self.node_times(batch)
+        times = self.node_times(batch, population_share)
         table = stage_table(batch, times)
         return iteration_times(batch, table, times.overhead_s), times, table

@@ -315,8 +315,10 @@ class _Estimate:
         floor, seconds = traced.floor, self.iteration_time_s
         if seconds >= floor.seconds:
             return self
-        scaled = _Estimate.of(traced, self.detail.times.scaled(floor.seconds / seconds))
-        return replace(scaled, warnings=(f"raised to the physical floor from {seconds:.4g} s: {floor.arithmetic}",))
+        factor = floor.seconds / seconds
+        detail = replace(self.detail, times=self.detail.times.scaled(factor))
+        warning = f"raised to the physical floor from {seconds:.4g} s: {floor.arithmetic}"
+        return _Estimate(detail, self.parts.scaled(factor), (warning,))
 
 
 def _estimates(traced: Sequence[_TracedJob], checkpoint: Checkpoint) -> list[_Estimate]:
@@ -329,13 +331,14 @@ def job_times(jobs: Sequence[TrainingJob], graphs: Sequence[GraphArrays], checkp
     """The checkpoint's times of resolved jobs and their graphs, as they are before any is raised to its floor."""
     network, config = network_of(checkpoint)
     batch = collate(graphs, config.devices)
-    times = network.node_times(batch)
-    answers = JobTimes.of_batch(batch, times, stage_table(batch, times))
+    labels = [job.precision.label for job in jobs]
     runs, adapter = checkpoint.measured_runs, checkpoint.config.adapter
-    if runs is not None:
-        labels = [job.precision.label for job in jobs]
+    known = runs.estimate(graphs, labels) if runs is not None else None
+    times = network.node_times(batch, torch.from_numpy(known.population_share) if known is not None else None)
+    answers = JobTimes.of_batch(batch, times, stage_table(batch, times))
+    if runs is not None and known is not None:
         seconds, spreads = [each.total_s for each in answers], [each.spread for each in answers]
-        corrections = runs.corrections(graphs, labels, seconds, spreads)
+        corrections = runs.corrections(known, seconds, spreads)
         answers = [each.corrected(*one) for each, one in zip(answers, corrections.each(), strict=True)]
         times = corrected_times(batch, times, corrections)
     if adapter is None:
@@ -348,7 +351,7 @@ def job_times(jobs: Sequence[TrainingJob], graphs: Sequence[GraphArrays], checkp
             replace(each, spread=before.spread, measured_share=before.measured_share)
             for each, before in zip(informed, answers, strict=True)
         ]
-    placed = PlacedJobs.of(graphs, [job.precision.label for job in jobs])
+    placed = PlacedJobs.of(graphs, labels)
     errors = adapter.share * adapter.error_field(checkpoint.config.error_covariance).expected(placed)
     return [
         each.scaled(math.exp(error)) if effect.applies else each

@@ -19,7 +19,7 @@ from dataset_builder.corpus import splits
 from dataset_builder.corpus.splits import Split
 from gnn_predictor.adapter import ErrorCovariance, PlacedJobs
 from gnn_predictor.baselines import BASELINES, fitted_predictions
-from gnn_predictor.blending import Blend, MeasuredRuns, best_network_error, weighed
+from gnn_predictor.blending import Blend, MeasuredRuns, RunsEstimate, best_network_error, weighed
 from gnn_predictor.calibration import ClusterErrors
 from gnn_predictor.crossvalidation import (
     FitTask,
@@ -104,26 +104,26 @@ class Protocol:
     def _split(self, split: Split) -> pd.DataFrame:
         rows = np.array(split.test, dtype=np.int64)
         test = self.shop.runs.select(rows)
-        predicted = predict_graphs(trained(self.tasks[split.name], self.shop), test.graphs)
-        predicted = predicted.rename(columns={"predicted_s": "network_s", "spread": "network_spread"})
+        known = self._known(split, test)
+        share = known.population_share if known else None
+        predicted = predict_graphs(trained(self.tasks[split.name], self.shop), test.graphs, share)
         table = pd.concat([test.table, predicted], axis=1).assign(protocol=self.name, split=split.name)
-        table["runs_s"], table["runs_deviation"] = self._estimates(split, test, table["network_s"])
+        table["runs_s"] = np.exp(known.log_seconds) if known else table["network_s"]
+        table["runs_deviation"] = known.deviation if known else _NO_IDEA
         table["distance"] = self._distances(split, test)
         if self.blind_shop is not None:
             blind = trained(self.blind[split.name], self.blind_shop)
-            seconds = predict_graphs(blind, self.blind_shop.runs.select(rows).graphs)["predicted_s"]
-            table[f"{BASELINE_PREFIX}b3_s"] = seconds
+            graphs = self.blind_shop.runs.select(rows).graphs
+            table[f"{BASELINE_PREFIX}b3_s"] = predict_graphs(blind, graphs)["network_s"]
         return table
 
-    def _estimates(self, split: Split, test: RunExamples, network_s: pd.Series[float]) -> tuple[Floats, Floats]:
-        """Seconds that the split's training runs lead one to expect, and how sure; without them no other than these."""
+    def _known(self, split: Split, test: RunExamples) -> RunsEstimate | None:
+        """What the split's training runs say of the test's; ``None`` where they are too few to say anything."""
         process = self.processes[split.name]
         if process is None:
-            return np.asarray(network_s, dtype=np.float64), np.full(len(network_s), _NO_IDEA, dtype=np.float64)
-        known = MeasuredRuns(process, self.regression.blend)
-        log_seconds, deviation = known.estimates(test.graphs, test.table["precision_label"].tolist())
-        seconds: Floats = np.exp(log_seconds)
-        return seconds, deviation
+            return None
+        precisions = test.table["precision_label"].tolist()
+        return MeasuredRuns(process, self.regression.blend).estimate(test.graphs, precisions)
 
     def _distances(self, split: Split, test: RunExamples) -> Floats:
         train = self.shop.runs.select(np.array(split.train, dtype=np.int64))

@@ -64,7 +64,7 @@ from gnn_predictor.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from gnn_predictor.crossvalidation import FitTask, Workshop, fit_all, trained
+from gnn_predictor.crossvalidation import FitTask, Workshop, fit_all, member_tasks, trained
 from gnn_predictor.distance import TrainingPoints
 from gnn_predictor.domain import domain_of
 from gnn_predictor.examples import ExampleLimits, Examples, load_examples
@@ -255,10 +255,7 @@ def _ablations(settings: Settings, examples: Examples, shop: Workshop, there: pd
 
 def _final_tasks(settings: Settings, examples: Examples) -> list[FitTask]:
     runs, operators = examples.trusted, tuple(range(len(examples.operators)))
-    return [
-        FitTask(f"final.{member}", replace(settings.fit, seed=settings.fit.seed + member), runs, operators)
-        for member in range(settings.members)
-    ]
+    return member_tasks("final", runs, operators, settings.fit, settings.members)
 
 
 def _log_histories(tracker: Tracker, histories: Mapping[str, list[dict[str, float]]], epochs: int) -> None:

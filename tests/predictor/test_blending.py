@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.layout import rank_layout
 from dataset_builder.tracing.trace import build_graph
-from gnn_predictor.blending import Blend, best_network_error, weighed
+from gnn_predictor.blending import SOURCE_DEVIATION, Blend, RunsEstimate, best_network_error, weighed
 from gnn_predictor.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from gnn_predictor.checkpoint_files import RUNS_FILE
 from gnn_predictor.features import GraphArrays, featurize
@@ -47,6 +47,14 @@ def test_the_answer_lies_between_both(
     surer = weighed(_one(network), _one(spread), _one(runs), _one(deviation / 2), error)
     assert surer.share[0] >= found.share[0]
     assert found.share[0] == pytest.approx(1 / (1 + (deviation / error) ** 2))
+
+
+@given(nearer=st.floats(0, 5), farther=st.floats(0, 5))
+def test_the_population_counts_more_the_farther_measured_runs_are(nearer: float, farther: float) -> None:
+    shares = RunsEstimate(np.zeros(2), np.sort([nearer, farther])).population_share
+    assert 0 <= shares[0] <= shares[1] <= 1
+    at_a_source = RunsEstimate(np.zeros(1), np.array([SOURCE_DEVIATION])).population_share
+    assert at_a_source[0] == pytest.approx(0.5)
 
 
 def test_equal_variances_weigh_equally_and_none_is_believed_alone() -> None:

@@ -65,7 +65,7 @@ def test_training_learns_times_it_did_not_see(
     tasks = split_tasks(split, shop, settings, members=1)
     histories = fit_all(tasks, shop)
     test = runs.select(np.array(split.test))
-    predicted = predict_graphs(trained(tasks, shop), test.graphs)["predicted_s"].to_numpy()
+    predicted = predict_graphs(trained(tasks, shop), test.graphs)["network_s"].to_numpy()
     error = np.abs(predicted / test.table["iter_time_s"].to_numpy() - 1)
     assert error.mean() < 0.15
     history = next(iter(histories.values()))

@@ -112,6 +112,20 @@ def test_an_ensemble_is_the_mean_of_its_members(graphs: list[GraphArrays]) -> No
     assert torch.allclose(both, (each[0] + each[1]) / 2, rtol=1e-4)
 
 
+def test_members_of_the_population_have_their_share_of_each_job(graphs: list[GraphArrays]) -> None:
+    members = [network(graphs[0], seed) for seed in (0, 1, 2, 3)]
+    batch = collate(graphs[:2], members[0].config.devices)
+    share = torch.tensor([1.0, 0.25], dtype=torch.float64)
+    with torch.inference_mode():
+        each = torch.stack([member.node_times(batch).seconds for member in members])
+        mixed = Ensemble(members).eval().node_times(batch, share).seconds
+        alone = Ensemble(members[:1]).eval().node_times(batch, share).seconds
+    of_population, others = (each[1] + each[3]) / 2, (each[0] + each[2]) / 2
+    of_node = share[batch.node_graph].float()
+    assert torch.allclose(mixed, of_node * of_population + (1 - of_node) * others, rtol=1e-4)
+    assert torch.allclose(alone, each[0], rtol=1e-4)
+
+
 def test_members_that_divide_a_sum_differently_do_not_shrink_it(graphs: list[GraphArrays]) -> None:
     members = [network(graphs[0], seed) for seed in (0, 1)]
     batch = collate(graphs[:1], members[0].config.devices)

@@ -52,10 +52,12 @@ def _run(count: int, work: Callable[..., None], *arguments: Any) -> None:
         assert process.exitcode == 0
 
 
-def _record(file: Path, config: NetworkConfig, runs: RunExamples, operators: OperatorExamples) -> None:
+def _record(
+    file: Path, settings: FitSettings, config: NetworkConfig, runs: RunExamples, operators: OperatorExamples
+) -> None:
     """Trains and leaves the losses of all epochs, and the weights, as the leader has them."""
     history: list[dict[str, float]] = []
-    network = fit(config, SETTINGS, runs, operators, report=lambda _, metrics: history.append(metrics))
+    network = fit(config, settings, runs, operators, report=lambda _, metrics: history.append(metrics))
     file.with_suffix(f".{ranks.rank()}").write_text(json.dumps(history))
     torch.save(network.state_dict(), file.with_suffix(f".{ranks.rank()}.pt"))
 
@@ -78,16 +80,17 @@ def test_ranks_share_a_batch_equally_often(count: int, length: int) -> None:
     assert len(shares[0]) - len(shares[-1]) in (0, 1)
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(("count", "effects"), [(2, False), (3, True)])
 def test_the_loss_of_several_ranks_is_that_of_one(
-    tmp_path: Path, config: NetworkConfig, runs: RunExamples, operators: OperatorExamples, count: int
+    tmp_path: Path, config: NetworkConfig, runs: RunExamples, operators: OperatorExamples, count: int, effects: bool
 ) -> None:
     """Without what is dropped at random, which each rank draws for its own rows, only rounding differs."""
     config = replace(
         config, device_dropout=0, software_dropout=0, format_dropout=0, workload_dropout=0, feature_dropout=0
     )
-    _run(1, _record, tmp_path / "one", config, runs, operators)
-    _run(count, _record, tmp_path / "several", config, runs, operators)
+    settings = replace(SETTINGS, source_effects=effects)
+    _run(1, _record, tmp_path / "one", settings, config, runs, operators)
+    _run(count, _record, tmp_path / "several", settings, config, runs, operators)
     one, several = (json.loads((tmp_path / name).with_suffix(".0").read_text()) for name in ("one", "several"))
     for name in ("run_loss", "operator_loss", "run_abs_log_error"):
         assert [epoch[name] for epoch in several] == pytest.approx([epoch[name] for epoch in one], rel=2e-3), name
@@ -99,8 +102,8 @@ def test_the_loss_of_several_ranks_is_that_of_one(
 def test_with_what_is_dropped_at_random_the_loss_falls_as_that_of_one(
     tmp_path: Path, config: NetworkConfig, runs: RunExamples, operators: OperatorExamples
 ) -> None:
-    _run(1, _record, tmp_path / "one", config, runs, operators)
-    _run(2, _record, tmp_path / "two", config, runs, operators)
+    _run(1, _record, tmp_path / "one", SETTINGS, config, runs, operators)
+    _run(2, _record, tmp_path / "two", SETTINGS, config, runs, operators)
     one, two = (json.loads((tmp_path / name).with_suffix(".0").read_text()) for name in ("one", "two"))
     assert two[0]["run_loss"] == pytest.approx(one[0]["run_loss"], rel=0.1)
     assert two[-1]["run_loss"] == pytest.approx(one[-1]["run_loss"], rel=0.2)
@@ -115,7 +118,10 @@ def _fit_tasks(directory: Path, config: NetworkConfig, runs: RunExamples, operat
 
 def _tasks(operators: OperatorExamples) -> list[FitTask]:
     rows, all_operators = tuple(range(12)), tuple(range(len(operators)))
-    return [FitTask(name, replace(SETTINGS, seed=seed), rows, all_operators) for seed, name in enumerate(("a", "b"))]
+    return [
+        FitTask(name, replace(SETTINGS, seed=seed, source_effects=name == "b"), rows, all_operators)
+        for seed, name in enumerate(("a", "b"))
+    ]
 
 
 @pytest.mark.parametrize("count", [1, 2])

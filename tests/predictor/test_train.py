@@ -45,13 +45,14 @@ def test_own_runs_are_learnt_from_where_a_checkpoint_is(small_corpus: Corpus, tm
     own = (
         "corpus=my_cluster", f"corpus.path={tmp_path / 'own'}", f"corpus.runs={tables / 'runs.csv'}",
         f"corpus.ops={tables / 'ops.parquet'}", f"work={tmp_path / 'work'}", f"output={tmp_path / 'tuned'}",
-        f"hydra.run.dir={tmp_path / 'hydra'}", *_QUICK,
+        f"hydra.run.dir={tmp_path / 'hydra'}", *_QUICK, "members=2", "protocols.members=2",
     )  # fmt: skip
     done = _train(*own, f"finetune_from={released_checkpoint()}", ranks=2)
     tuned = _checkpoint_of(done)
     released = load_checkpoint().config
     assert tuned["corpus_hash"] == small_corpus.content_hash
     assert tuned["training"]["finetune_from"] == str(released_checkpoint())
+    assert (tuned["training"]["members"], tuned["training"]["fit"]["source_effects"]) == (2, True)
     assert list(tuned["network"]["devices"])[: len(released.network["devices"])] == released.network["devices"]
     assert sorted(file.name for file in (tmp_path / "hydra").iterdir()) == [".hydra", "train.log"]
     refused = _train(*own, f"finetune_from={tmp_path / 'tuned'}", "network.layers=1")
