@@ -22,7 +22,10 @@ from gnn_predictor.train import CONFIGURATION, Settings
 _ROOT = Path(__file__).parents[2]
 _QUICK = ("max_operators=200", "protocols.folds=2", "protocols.members=1", "members=1", "workers=1", "fit.epochs=1",
           "tracking=disabled")  # fmt: skip
-_PLUGINS = {"joblib": "hydra_plugins.hydra_joblib_launcher", "submitit_local": "submitit"}
+_PLUGINS = {
+    "joblib": "hydra_plugins.hydra_joblib_launcher", "submitit_local": "submitit",
+    "ray": "hydra_plugins.hydra_ray_launcher",
+}  # fmt: skip
 
 
 def _train(*arguments: str, ranks: int = 1, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -60,7 +63,7 @@ def test_own_runs_are_learnt_from_where_a_checkpoint_is(small_corpus: Corpus, tm
     assert "has network.layers=2, this training 1" in refused.stderr
 
 
-@pytest.mark.parametrize("how", ["joblib", "submitit_local", "optuna"])
+@pytest.mark.parametrize("how", ["joblib", "submitit_local", "ray", "optuna"])
 def test_a_sweep_leaves_a_checkpoint_of_each(how: str, small_corpus: Corpus, tmp_path: Path) -> None:
     arguments = ["-m", f"corpus.path={small_corpus.path}", *_QUICK, f"work={tmp_path / 'work'}",
                  f"hydra.sweep.dir={tmp_path / 'sweep'}"]  # fmt: skip
