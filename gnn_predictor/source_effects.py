@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 LEARNING_RATE_FACTOR = 5.0  # over the network's: a constant difference is to be the factor's before it is anything else
-_PRECISION = 1e-3  # of the normal prior, over that of a batch's mean error: a source of few runs counts as average
+# Of the normal prior, over that of a batch's mean error: a source of few runs counts as average.
+_PRIOR_PRECISION = 1e-3
 
 
 class SourceEffects(nn.Module):
@@ -39,4 +40,4 @@ class SourceEffects(nn.Module):
 
     def penalty(self) -> Tensor:
         """What the prior adds to the loss. []"""
-        return _PRECISION * self.log_factors.square().sum()
+        return _PRIOR_PRECISION * self.log_factors.square().sum()

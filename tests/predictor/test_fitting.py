@@ -39,10 +39,17 @@ def test_equal_seeds_give_equal_weights(config: NetworkConfig, runs: RunExamples
     assert not torch.equal(first, other)
 
 
-@pytest.mark.parametrize("killed_after", [1, 3])
+@pytest.mark.parametrize(("killed_after", "effects"), [(1, False), (3, False), (2, True)])
 def test_a_killed_training_ends_as_if_it_was_not(
-    tmp_path: Path, config: NetworkConfig, runs: RunExamples, operators: OperatorExamples, killed_after: int
+    tmp_path: Path,
+    config: NetworkConfig,
+    runs: RunExamples,
+    operators: OperatorExamples,
+    killed_after: int,
+    effects: bool,
 ) -> None:
+    settings = replace(SETTINGS, source_effects=effects)
+
     class Killed(Exception):
         pass
 
@@ -51,9 +58,9 @@ def test_a_killed_training_ends_as_if_it_was_not(
             raise Killed
 
     with pytest.raises(Killed):
-        fit(config, SETTINGS, runs, operators, tmp_path / "state", kill)
-    resumed = fit(config, SETTINGS, runs, operators, tmp_path / "state")
-    assert torch.equal(weights(resumed), weights(fit(config, SETTINGS, runs, operators)))
+        fit(config, settings, runs, operators, tmp_path / "state", kill)
+    resumed = fit(config, settings, runs, operators, tmp_path / "state")
+    assert torch.equal(weights(resumed), weights(fit(config, settings, runs, operators)))
 
 
 def test_training_learns_times_it_did_not_see(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -71,24 +70,6 @@ def test_the_prior_draws_factors_to_nothing() -> None:
     effects.penalty().backward()
     assert effects.log_factors.grad is not None
     assert torch.equal(effects.log_factors.grad.sign(), torch.tensor([1.0, -1.0]))
-
-
-def test_a_killed_training_keeps_its_factors(
-    tmp_path: Path, config: NetworkConfig, two_clusters: RunExamples, operators: OperatorExamples
-) -> None:
-    class Killed(Exception):
-        pass
-
-    def kill(epoch: int, metrics: dict[str, float]) -> None:
-        if epoch == 2:
-            raise Killed
-
-    settings = replace(SETTINGS, epochs=4, source_effects=True)
-    with pytest.raises(Killed):
-        fit(config, settings, two_clusters, operators, tmp_path / "state", kill)
-    resumed = fit(config, settings, two_clusters, operators, tmp_path / "state").state_dict()
-    whole = fit(config, settings, two_clusters, operators).state_dict()
-    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
 
 
 def test_every_second_member_has_source_effects() -> None:
