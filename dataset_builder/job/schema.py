@@ -121,6 +121,12 @@ class SoftwareStack(Frozen):
     cuda_graphs: bool | None = None
     deterministic: bool | None = None
 
+    @field_validator("framework")
+    @classmethod
+    def _in_lower_case(cls, value: str | None) -> str | None:
+        """One spelling of PyTorch, NeMo and Megatron_LM: names are compared by defaults, network and calibrations."""
+        return value and re.sub(r"[\s_]+", "-", value.strip().lower())
+
     @field_validator("date")
     @classmethod
     def _year_and_month(cls, value: str | None) -> str | None:

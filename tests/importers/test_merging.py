@@ -17,6 +17,7 @@ from dataset_builder.job.errors import CannotRunError, JobError
 from dataset_builder.job.importers.formats import ImportedFiles
 from dataset_builder.job.importers.job_file import job_file
 from dataset_builder.job.importers.merging import ImportedJob
+from dataset_builder.job.importers.model_names import preset_called
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.layout import rank_layout
 
@@ -396,3 +397,59 @@ def test_wrong_values_are_told_in_the_message_that_asks_for_the_missing_ones(tmp
     assert told["model.vocab_size"].startswith("got nan")
     assert told["cluster.gpu"].startswith("got 'H1000'")
     assert {"batch.seq_length", "precision.preset", "cluster.num_gpus"} <= set(told)
+
+
+_LORA = """
+base_model: someone/no-such-model
+adapter: lora
+lora_r: 16
+lora_target_linear: true
+sequence_len: 2048
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+bf16: true
+"""
+
+
+def test_an_adapter_stays_on_the_model_that_is_given(tmp_path: Path) -> None:
+    files = ImportedFiles.read([str(write(tmp_path / "lora.yaml", _LORA))])
+    run = {"cluster.gpu": "H100", "cluster.num_gpus": "8", "model.preset": "llama3-8b"}
+    given = files.merged(run)
+    assert given.job.model.lora is not None
+    assert (given.job.model.lora.rank, given.job.model.lora.targets) == (16, "attention_and_mlp")
+    assert given.origins["model.overrides.lora.rank"] == "lora.yaml: lora_r"
+    changed = files.merged({**run, "model.lora.rank": "4"})
+    assert changed.job.model.lora is not None
+    assert changed.job.model.lora.rank == 4
+    assert changed.origins["model.overrides.lora.rank"] == "given with --set"
+
+
+def test_sizes_that_a_given_model_replaces_are_told() -> None:
+    given = imported("llama_config.json", settings={**_MODEL, "model.preset": "llama3-8b"})
+    assert given.job.model.hidden_size == 4096
+    assert "model.preset: what is given replaces what the files state of model too: num_layers 8" in " ".join(
+        given.warnings
+    )
+
+
+def test_a_base_model_that_is_not_shipped_is_asked_for_by_its_name(tmp_path: Path) -> None:
+    files = ImportedFiles.read([str(write(tmp_path / "lora.yaml", _LORA))])
+    with pytest.raises(JobError) as caught:
+        files.merged({"cluster.gpu": "H100", "cluster.num_gpus": "8"})
+    (reason,) = caught.value.reasons
+    assert reason.startswith("model: missing, as lora.yaml: base_model someone/no-such-model is no shipped model")
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("deepseek-ai/DeepSeek-V3-Base", "deepseek-v3"),
+        ("unsloth/DeepSeek-V3-0324", "deepseek-v3"),
+        ("deepseek-ai/DeepSeek-V2-Lite-Chat", "deepseek-v2-lite"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama3.1-70b"),  # Llama 3.3 has the sizes of 3.1
+        ("someone/unknown-v2", None),
+    ],
+)
+def test_versions_in_a_models_name(name: str, preset: str | None) -> None:
+    assert preset_called(name) == preset

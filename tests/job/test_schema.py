@@ -202,6 +202,15 @@ def test_framework_defaults(framework: str | None, sharding: str, params: str) -
     assert resolved.precision.param_gather == "bf16" or sharding != "zero3"
 
 
+@pytest.mark.parametrize(
+    ("written", "name"), [("PyTorch", "pytorch"), (" Megatron_LM", "megatron-lm"), ("LLM Foundry", "llm-foundry")]
+)
+def test_a_framework_has_one_spelling(written: str, name: str) -> None:
+    spelt, plain = (TrainingJob.model_validate(job(software={"framework": each})) for each in (written, name))
+    assert spelt.software.framework == name
+    assert spelt == plain
+
+
 def test_unknown_software_stays_unknown_and_what_is_traced_is_said() -> None:
     resolved = TrainingJob.parse(job(cluster={"gpu": "V100-SXM2-16GB"})).resolved()
     software = resolved.software

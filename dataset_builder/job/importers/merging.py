@@ -23,6 +23,9 @@ _GPUS, _STEPS = ("cluster", "num_gpus"), ("batch", "gradient_accumulation_steps"
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _ALWAYS = ("batch.seq_length", "batch.micro_batch_size", "batch.global_batch_size", "precision.preset", "cluster.gpu",
            "cluster.num_gpus")  # fmt: skip
+_WHOLE_MODEL = ("model.preset", "model.config")  # with --set, of which all other sizes of the files give way
+_BESIDE_MODEL = ("name", "lora", "overrides")  # what says nothing of a model's sizes
+_MOST_TOLD = 12
 _NARROW = ("fp8", "mxfp8", "nvfp4")  # formats that a preset is named after
 _HINTS = {
     "model": "no file gives a model; give its config.json as another file, or --set model.preset=NAME",
@@ -53,6 +56,7 @@ def merge(readings: Sequence[Reading], source: str, overrides: Mapping[str, Any]
     _choose_model(settings, warnings)
     if "precision" in overrides:
         warnings += _replaced_precision(settings)
+    warnings += _replaced_model(settings, overrides)
     draft = _JobDraft(settings, overrides, reasons + [reason for reading in readings for reason in reading.reasons])
     draft.pad_vocabulary()
     draft.derive_cluster()
@@ -120,8 +124,15 @@ def _plain(value: Any) -> str:
 
 def _is_set(path: str, overrides: Mapping[str, Any]) -> bool:
     """Whether ``--set`` gives a key path, or the whole that it is a part of."""
-    whole_model = any(given in ("model.preset", "model.config") for given in overrides) and path.startswith("model.")
-    return whole_model or any(path == given or path.startswith(f"{given}.") for given in overrides)
+    whole_model = any(given in overrides for given in _WHOLE_MODEL) and path.startswith("model.")
+    return (whole_model and not _is_lora(path)) or any(
+        path == given or path.startswith(f"{given}.") for given in overrides
+    )
+
+
+def _is_lora(path: str) -> bool:
+    """Whether a key path is about an adapter, which is trained on whichever base model."""
+    return path.removeprefix("model.").removeprefix("overrides.").startswith("lora.")
 
 
 def absent(readings: Sequence[Reading]) -> list[str]:
@@ -149,6 +160,20 @@ def _choose_model(settings: dict[str, Setting], warnings: list[str]) -> None:
         return
     for path in [path for path in settings if path.startswith("model.") and path not in ("model.preset", "model.name")]:
         settings[f"model.overrides.{path[6:]}"] = settings.pop(path)
+
+
+def _replaced_model(settings: dict[str, Setting], overrides: Mapping[str, Any]) -> list[str]:
+    """What the files state of a model and ``--set`` of a whole one replaces."""
+    given = next((path for path in _WHOLE_MODEL if path in overrides), None)
+    stated = [
+        f"{path.partition('.')[2]} {setting.value}"[:80]
+        for path, setting in settings.items()
+        if path.startswith("model.") and path not in (*_WHOLE_MODEL, "model.name", "model.vocab_multiple")
+        and not _is_lora(path) and setting.rank <= Rank.INHERITED
+    ]  # fmt: skip
+    if not given or not stated:
+        return []
+    return [f"{given}: what is given replaces what the files state of model too: {', '.join(stated[:_MOST_TOLD])}"]
 
 
 def _settings_under(reading: Reading, overrides: Mapping[str, Any]) -> dict[str, Setting]:
@@ -199,9 +224,8 @@ class _JobDraft:
     """A job's plain values while what follows from them is filled in; ``layout`` holds what does not fit the GPUs."""
 
     def __init__(self, settings: Mapping[str, Setting], overrides: Mapping[str, Any], reasons: list[str]) -> None:
-        self.data: dict[str, Any] = overridden(
-            _nested({path: setting.value for path, setting in settings.items()}), overrides
-        )
+        held = _nested({path: setting.value for path, setting in settings.items()})
+        self.data: dict[str, Any] = _with_lora(overridden(held, overrides), settings, overrides)
         self.origins = {path: setting.origin for path, setting in settings.items()}
         self.overrides = overrides
         self.origins |= dict.fromkeys(overrides, "given with --set")
@@ -355,11 +379,11 @@ class _JobDraft:
         held = self.data.get(part)
         if path == "model.num_layers" and isinstance(held, dict) and held.get("num_decoder_layers") is not None:
             return True
-        if part == "model" and isinstance(held, dict):
+        if part == "model" and isinstance(held, dict) and not held.keys() <= set(_BESIDE_MODEL):
             whole = any(held.get(way) is not None for way in ("preset", "config", "sizes"))
-            return bool(held) if not key else whole or _value_at(held, key) is not None
-        if part == "model" and key:
-            return True  # the whole model is asked for
+            return not key or whole or _value_at(held, key) is not None
+        if part == "model":
+            return bool(key) or isinstance(held, str)  # the whole model is asked for
         if path == "cluster.num_gpus":
             return self._part("cluster").get("num_nodes") is not None
         if path == "batch.global_batch_size" and self._has_open_steps():
@@ -386,6 +410,20 @@ class _JobDraft:
         if _is_set(path, self.overrides) or _is_set(plain, self.overrides):
             return "given with --set"
         return self.origins.get(path) or self.origins.get(plain) or "derived"
+
+
+def _with_lora(data: dict[str, Any], settings: Mapping[str, Setting], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The data with the files' adapter on the model that ``--set`` gives; what it says of the adapter holds."""
+    if not any(given in overrides for given in _WHOLE_MODEL):
+        return data
+    kept = {
+        f"model.overrides.{path.removeprefix('model.').removeprefix('overrides.')}": setting.value
+        for path, setting in settings.items()
+        if path.startswith("model.") and _is_lora(path)
+    }
+    given = {path: value for path, value in overrides.items() if path.startswith("model.") and _is_lora(path)}
+    kept_on: dict[str, Any] = overridden(data, {**kept, **given})
+    return kept_on
 
 
 def _value_at(node: Any, path: str) -> Any:

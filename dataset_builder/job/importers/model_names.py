@@ -9,8 +9,11 @@ from pathlib import PurePath
 from dataset_builder.job.model import ModelSpec, num_parameters
 from dataset_builder.job.presets import preset, preset_names
 
-_VARIANT = re.compile(r"(-(instruct|chat|base|hf|it|pt|sft|lora|bf16|fp8|v\d+(\.\d+)*|\d{4}))+$")
-_ALIASES = {"gpt2": "gpt2-small", "llama3405b": "llama3.1-405b", "deepseekv3671b": "deepseek-v3"}
+_VARIANT = re.compile(r"-(instruct|chat|base|hf|it|pt|sft|lora|bf16|fp8|v\d+(\.\d+)*|\d{4})$")
+_ALIASES = {
+    "gpt2": "gpt2-small", "llama3405b": "llama3.1-405b", "llama3.370b": "llama3.1-70b",
+    "deepseekv3671b": "deepseek-v3", "deepseekv3.1": "deepseek-v3", "deepseekr1": "deepseek-v3",
+}  # fmt: skip
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([mb])")
 # Names round, and count tied or input embeddings or not; small models differ most.
 _TOLERANCE = 0.35
@@ -19,8 +22,10 @@ _TOLERANCE = 0.35
 def preset_called(name: str) -> str | None:
     """The shipped model of a name such as ``meta-llama/Llama-3.1-8B-Instruct``; ``None`` when none is meant."""
     base = PurePath(name.strip().rstrip("/")).name.lower().replace("_", "-")
-    base = _VARIANT.sub("", base.removeprefix("meta-"))
-    return _by_folded_name(_folded(base))
+    name = base.removeprefix("meta-")
+    while (found := _by_folded_name(_folded(name))) is None and _VARIANT.search(name):
+        name = _VARIANT.sub("", name)  # one at a time: what looks like a version may be part of the name
+    return found
 
 
 def _by_folded_name(folded: str) -> str | None:
