@@ -183,8 +183,14 @@ READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
         "model.activation": "geglu", "model.tie_embeddings": True, "model.attention": "sliding",
         "model.window": 4096, "model.full_attention_every": 2, "model.post_norm": True, "parallel.tensor": 2,
         "parallel.sharding": "zero3", "parallel.data": 8, "parallel.recompute.mode": "full",
-        "precision.preset": "fp8_mixed", "precision.params": "fp32", "batch.micro_batch_size": 2,
+        "precision.preset": "fp8_mixed", "precision.params": "fp32",
+        "batch.micro_batch_size": 4, "batch.global_batch_size": 32,  # 2 a device: 4 for two that share them, 32 for 16
         "batch.seq_length": 8192, "cluster.num_nodes": 2}),
+    "MaxText: a run by its model's name, half a sequence a device": ("maxtext_run.yml", _GPU, {
+        "model.num_layers": 32, "model.hidden_size": 4096, "model.moe.num_experts": 8, "model.moe.top_k": 2,
+        "model.moe.capacity_factor": 1.25, "batch.micro_batch_size": 1, "batch.global_batch_size": 4,
+        "batch.seq_length": 2048, "parallel.tensor": 2, "parallel.data": 4, "parallel.sharding": "zero3",
+        "precision.preset": "bf16_mixed", "training.steps": 20}),
     "SimuMax: the sizes as they stand": ("simumax.json", {**_MODEL, "model.tie_embeddings": "false"}, {
         "model.num_layers": 32, "model.num_query_groups": 16, "model.head_dim": 128, "model.ffn_hidden_size": 14336,
         "model.activation": "swiglu", "model.normalization": "rmsnorm"}),

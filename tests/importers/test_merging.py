@@ -231,6 +231,77 @@ def test_gpt_neox_gates_by_kind_or_by_activation(tmp_path: Path, written: str, a
     assert (job.model.activation, job.model.ffn_hidden_size) == (activation, width)
 
 
+def changed(tmp_path: Path, name: str, *changes: tuple[str, str]) -> ImportedFiles:
+    """A file of the table with other text in it."""
+    text = (_FILES / name).read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new, 1)
+    return ImportedFiles.read([str(write(tmp_path / name, text))])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "each", "micro", "total"),
+    [
+        ("ici_tensor_parallelism: 2", "0.5", 1, 4),
+        ("ici_tensor_parallelism: 2", "1.5", 3, 12),
+        ("ici_tensor_parallelism: 2\ngradient_accumulation_steps: 3", "1", 2, 24),
+        ("ici_pipeline_parallelism: 2", "1", 1, 8),
+        ("ici_pipeline_parallelism: 2\nnum_pipeline_microbatches: 4", "2", 1, 16),
+    ],
+)
+def test_maxtext_counts_sequences_by_all_devices(tmp_path: Path, mesh: str, each: str, micro: int, total: int) -> None:
+    files = changed(tmp_path, "maxtext_run.yml", ("ici_tensor_parallelism: 2", mesh), ("size: 0.5", f"size: {each}"))
+    batch = files.merged({"cluster.gpu": "H100"}).job.batch
+    assert (batch.micro_batch_size, batch.global_batch_size) == (micro, total)
+
+
+def test_part_of_a_sequence_for_a_device_is_explained_and_can_be_given(tmp_path: Path) -> None:
+    files = changed(tmp_path, "maxtext_run.yml", ("size: 0.5", "size: 0.125"))
+    with pytest.raises(JobError) as caught:
+        files.merged({"cluster.gpu": "H100"})
+    (reason,) = caught.value.reasons
+    assert reason.startswith("batch.micro_batch_size: missing, as ")
+    assert "0.125, one sequence for 8 devices, but tensor x context of the mesh is 2; with 8 it is" in reason
+    wider = {"cluster.gpu": "H100", "parallel.tensor": "8", "batch.micro_batch_size": "1", "parallel.data": "1"}
+    assert files.merged(wider).job.batch.global_batch_size == 1
+    with pytest.raises(JobError, match=r"per_device_batch_size: got -1; expected sequences, above 0"):
+        changed(tmp_path, "maxtext_run.yml", ("size: 0.5", "size: -1")).merged({"cluster.gpu": "H100"})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("capacity_factor: 1.25", "capacity_factor: -1.0", None),
+        ("megablox: False", "megablox: True", "capacity_factor 1.25 has no effect"),
+        ("megablox: False", "sparse_matmul: True", "capacity_factor 1.25 has no effect"),
+    ],
+)
+def test_maxtext_drops_no_tokens_without_a_capacity(tmp_path: Path, old: str, new: str, told: str | None) -> None:
+    files = changed(tmp_path, "maxtext_run.yml", (old, new))
+    moe = files.merged({"cluster.gpu": "H100"}).job.model.moe
+    assert moe is not None
+    assert moe.capacity_factor is None
+    assert any("capacity_factor" in line for line in files.warnings) == (told is not None)
+    assert told is None or any(told in line for line in files.warnings)
+
+
+def test_a_model_that_maxtext_names_and_nobody_ships_is_asked_for(tmp_path: Path) -> None:
+    files = changed(tmp_path, "maxtext_run.yml", ("mixtral-8x7b", "subsup"))
+    with pytest.raises(JobError, match=r"model: missing, as maxtext_run.yml: model_name subsup is no shipped model"):
+        files.merged({"cluster.gpu": "H100"})
+    dense = changed(tmp_path, "maxtext_run.yml", ("mixtral-8x7b", "llama2-7b")).merged({"cluster.gpu": "H100"})
+    assert dense.job.model.moe is None
+
+
+@pytest.mark.parametrize("key", ["base_moe_mlp_dim", "base_moe_dim"])
+def test_maxtext_experts_have_their_width_under_either_name(tmp_path: Path, key: str) -> None:
+    experts = f"num_experts: 8\nnum_experts_per_tok: 2\n{key}: 512\nhead_dim"
+    job = changed(tmp_path, "maxtext.yml", ("head_dim", experts)).merged({"cluster.gpu": "H100"}).job
+    assert job.model.moe is not None
+    assert job.model.moe.expert_ffn_hidden_size == 512
+
+
 @pytest.mark.parametrize(
     ("strategy", "sharding"), [("'full'", "zero3"), ("hybrid", "hsdp"), ("grad", "zero2"), ("null", "zero3")]
 )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
+from dataset_builder.job.importers.axolotl import read_named_model
 from dataset_builder.job.importers.config_file import ConfigFile
 from dataset_builder.job.importers.megatron import storage_format
-from dataset_builder.job.importers.reading import Draft, Reading
+from dataset_builder.job.importers.reading import Draft, Reading, as_number
+from dataset_builder.job.presets import preset
+from dataset_builder.job.reasons import shown
 
 NAME, KNOWN_BY = "MaxText YAML", "base_emb_dim, base_num_decoder_layers, decoder_block"
 _MARKS = ("base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "base_num_decoder_layers",
@@ -23,6 +27,7 @@ _IGNORED = (
 )  # fmt: skip
 # Decoder blocks of which one MaxText layer holds two.
 _LAYERS_OF_BLOCK = {"gemma2": 2}
+_MOE_WIDTH = ("base_moe_mlp_dim", "base_moe_dim")  # the newer key, and what it was called before
 
 
 def likeness(file: ConfigFile) -> int:
@@ -35,10 +40,7 @@ def read(file: ConfigFile) -> Reading:
     _read_model(draft)
     _read_mesh(draft)
     draft.take("batch.seq_length", "max_target_length")
-    draft.take("batch.micro_batch_size", "per_device_batch_size")
-    steps = draft.take("batch.gradient_accumulation_steps", "gradient_accumulation_steps")
-    if steps is None and draft.has("per_device_batch_size"):
-        draft.default("batch.gradient_accumulation_steps", 1)
+    _read_batch(draft)
     _read_precision(draft)
     policy = draft.text("remat_policy")
     if policy is not None:
@@ -64,6 +66,9 @@ def read(file: ConfigFile) -> Reading:
 
 
 def _read_model(draft: Draft) -> None:
+    if not draft.has("base_emb_dim") and draft.raw("model_name") not in (None, "default"):
+        _read_model_by_name(draft)
+        return
     block = (draft.text("decoder_block") or "").lower()
     layers = draft.count("base_num_decoder_layers", asks="model.num_layers")
     if layers is None and not draft.has("base_emb_dim"):
@@ -109,6 +114,16 @@ def _read_model(draft: Draft) -> None:
         _read_mla(draft)
 
 
+def _read_model_by_name(draft: Draft) -> None:
+    """A run names a model, whose sizes MaxText keeps in a file of its own; only its experts' capacity is the run's."""
+    read_named_model(draft, "model_name")
+    known = draft.get("model.preset")
+    if known and "moe" in preset(known):
+        _read_capacity(draft)
+    elif known:
+        draft.understood("capacity_factor")
+
+
 def _read_activation(draft: Draft) -> None:
     """One activation is plain; with ``linear`` beside it, gated."""
     activations: Any = draft.raw("mlp_activations")
@@ -127,17 +142,31 @@ def _read_activation(draft: Draft) -> None:
 def _read_experts(draft: Draft) -> None:
     experts = draft.count("num_experts")
     if not experts or experts == 1:
-        draft.understood("num_experts_per_tok", "base_moe_mlp_dim", "shared_experts", "first_num_dense_layers")
+        draft.understood("num_experts_per_tok", *_MOE_WIDTH, "shared_experts", "first_num_dense_layers",
+                         "capacity_factor")  # fmt: skip
         return
     draft.state("model.moe.num_experts", experts, "num_experts")
     draft.take("model.moe.top_k", "num_experts_per_tok")
-    if draft.take("model.moe.expert_ffn_hidden_size", "base_moe_mlp_dim") is None:
+    if draft.take("model.moe.expert_ffn_hidden_size", *_MOE_WIDTH) is None:
         draft.default("model.moe.expert_ffn_hidden_size", draft.get("model.ffn_hidden_size"), "base_mlp_dim")
     if shared := draft.count("shared_experts"):
         draft.state("model.moe.num_shared_experts", shared, "shared_experts")
     first = draft.count("first_num_dense_layers")
     if first and first <= 10_000:
         draft.state("model.moe.dense_layers", list(range(first)), "first_num_dense_layers")
+    _read_capacity(draft)
+
+
+def _read_capacity(draft: Draft) -> None:
+    """Tokens are dropped above a capacity, unless it is negative (-1, the default) or the sparse kernels run."""
+    capacity = draft.value(as_number, "capacity_factor")
+    is_sparse = any(draft.flag(key) for key in ("megablox", "sparse_matmul"))
+    if capacity is None or capacity <= 0:
+        return
+    if is_sparse:
+        draft.warn(f"capacity_factor {capacity:g} has no effect beside megablox or sparse_matmul, which drop no tokens")
+    else:
+        draft.state("model.moe.capacity_factor", capacity, "capacity_factor")
 
 
 def _read_mla(draft: Draft) -> None:
@@ -184,6 +213,46 @@ def _read_mesh(draft: Draft) -> None:
     else:
         data = sizes["data"] * sharded * sizes["expert"]
         draft.state("parallel.data", data, *present[:4])
+
+
+def _read_batch(draft: Draft) -> None:
+    """A step takes ``per_device_batch_size`` times all devices, whatever the mesh, and may be a fraction.
+
+    Devices that work on the same sequences (tensor, context) therefore have that many times it together, and those of
+    a pipeline split theirs into its micro batches. From github.com/AI-Hypercomputer/maxtext, MaxText/pyconfig.py:
+    ``calculate_global_batch_sizes``.
+    """
+    each = draft.value(as_number, "per_device_batch_size", asks="batch.micro_batch_size")
+    stages = draft.get("parallel.pipeline") or 1
+    micro_batches = draft.count("num_pipeline_microbatches") or -1
+    if stages == 1 or micro_batches < 1:
+        micro_batches = stages
+    steps = draft.count("gradient_accumulation_steps", asks="batch.gradient_accumulation_steps")
+    if steps is not None or draft.has("per_device_batch_size"):
+        note = f"{micro_batches} micro batches of the pipeline in each" if micro_batches > 1 else ""
+        draft.state(
+            "batch.gradient_accumulation_steps", (steps or 1) * micro_batches, "gradient_accumulation_steps", note=note
+        )
+    if each is None:
+        return
+    if not 0 < each < 2**31:
+        draft.refuse(
+            f"per_device_batch_size: got {shown(draft.raw('per_device_batch_size'))}; expected sequences, above 0"
+        )
+        return
+    share = Fraction(each).limit_denominator(4096)
+    sharing = (draft.get("parallel.tensor") or 1) * (draft.get("parallel.context") or 1)
+    together = share * sharing * stages / micro_batches
+    if together.denominator == 1 and together > 0:
+        note = f"{share} x {sharing} devices that share their sequences" if sharing > 1 else ""
+        draft.state("batch.micro_batch_size", int(together), "per_device_batch_size", note=note)
+    else:
+        sequences = "one sequence" if share.numerator == 1 else f"{share.numerator} sequences"
+        draft.ask(
+            "batch.micro_batch_size",
+            f"per_device_batch_size is {each:g}, {sequences} for {share.denominator} devices, but tensor x context of "
+            f"the mesh is {sharing}; with {share.denominator} it is a micro batch of {share.numerator}",
+        )
 
 
 def _read_precision(draft: Draft) -> None:
