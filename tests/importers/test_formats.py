@@ -153,6 +153,11 @@ READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
         "parallel.sequence_parallel": True, "parallel.overlap.tensor": True, "precision.preset": "bf16_mixed",
         "precision.params": "bf16", "precision.main_params": "fp32", "precision.grad_accum": "fp32",
         "precision.grad_reduce": "fp32", "cluster.gpus_per_node": 8, "cluster.num_nodes": 1}),
+    "nanotron: experts in some layers, a shared one, no bias": ("nanotron_experts.yaml", _GPU, {
+        "model.num_layers": 4, "model.ffn_hidden_size": 1536, "model.qkv_bias": False, "model.moe.num_experts": 16,
+        "model.moe.top_k": 4, "model.moe.expert_ffn_hidden_size": 384, "model.moe.num_shared_experts": 1,
+        "model.moe.shared_expert_ffn_hidden_size": 768, "model.moe.dense_layers": (0, 2),
+        "batch.global_batch_size": 16, "parallel.sharding": "zero1"}),
     "GPT-NeoX: dashes, fp32_allreduce": ("gpt_neox.yml", _GPUS, {
         "model.num_layers": 12, "model.hidden_size": 768, "model.ffn_hidden_size": 3072,
         "model.num_attention_heads": 12, "model.vocab_size": 50432, "model.position_embedding": "rope",

@@ -302,6 +302,19 @@ def test_maxtext_experts_have_their_width_under_either_name(tmp_path: Path, key:
     assert job.model.moe.expert_ffn_hidden_size == 512
 
 
+def test_nanotron_experts_are_as_wide_as_the_dense_layer_unless_told(tmp_path: Path) -> None:
+    files = changed(
+        tmp_path, "nanotron_experts.yaml", ("      moe_intermediate_size: 384\n", ""), ("      layers: [1, 3]\n", ""),
+        ("      shared_expert_intermediate_size: 768\n", ""), ("attention_bias: false", "attention_bias: true"),
+    )  # fmt: skip
+    model = files.merged({"cluster.gpu": "H100"}).job.model
+    assert model.moe is not None
+    assert (model.moe.expert_ffn_hidden_size, model.moe.shared_width, model.moe.dense_layers) == (1536, 1536, ())
+    assert model.qkv_bias is True
+    silent = changed(tmp_path, "nanotron_experts.yaml", ("    attention_bias: false\n", ""))
+    assert silent.merged({"cluster.gpu": "H100"}).job.model.qkv_bias is False
+
+
 @pytest.mark.parametrize(
     ("strategy", "sharding"), [("'full'", "zero3"), ("hybrid", "hsdp"), ("grad", "zero2"), ("null", "zero3")]
 )

@@ -74,8 +74,40 @@ def _read_model(draft: Draft) -> None:
     if not isinstance(config, Mapping):
         return
     kind = next((name for name in ("qwen2", "starcoder2", "llama") if config.get(f"is_{name}_config")), "llama")
+    key = "model.model_config.attention_bias"
+    if kind == "qwen2":
+        # Hugging Face's Qwen2 always has this bias; nanotron's (models/qwen.py) only where it is asked for.
+        draft.default("model.qkv_bias", False, "attention_bias false")
     read_sizes(draft, {"model_type": kind, **config}, "model.model_config.")
+    if kind == "qwen2" and (has_bias := draft.flag(key)) is not None:
+        draft.state("model.qkv_bias", has_bias, key)
+    _read_experts(draft)
     draft.take("model.vocab_multiple", "model.make_vocab_size_divisible_by")
+
+
+def _read_experts(draft: Draft) -> None:
+    """``moe_config`` of a Qwen; older versions have no widths there, and every expert is as wide as the dense layer.
+
+    From github.com/huggingface/nanotron, nn/moe.py and, for the defaults, config/models_config.py: ``MoEConfig``.
+    """
+    block = "model.model_config.moe_config"
+    if not isinstance(draft.raw(block), Mapping):
+        return
+    dense = draft.get("model.ffn_hidden_size")
+    for path, key, default in (("num_experts", "num_experts", 8), ("top_k", "top_k", 2),
+                               ("expert_ffn_hidden_size", "moe_intermediate_size", dense)):  # fmt: skip
+        if draft.take(f"model.moe.{path}", f"{block}.{key}") is None and default:
+            draft.default(f"model.moe.{path}", default, f"no {key}")
+    if draft.flag(f"{block}.enable_shared_expert"):
+        draft.state("model.moe.num_shared_experts", 1, f"{block}.enable_shared_expert")
+        shared = "model.moe.shared_expert_ffn_hidden_size"
+        if draft.take(shared, f"{block}.shared_expert_intermediate_size") is None and dense:
+            draft.default(shared, dense, "no shared_expert_intermediate_size")
+    sparse, layers = draft.raw(f"{block}.layers"), draft.get("model.num_layers")
+    if isinstance(sparse, list) and sparse != [-1] and isinstance(layers, int):
+        listed = {layer for layer in sparse if isinstance(layer, int)}
+        dense_layers = [layer for layer in range(min(layers, 10_000)) if layer not in listed]
+        draft.state("model.moe.dense_layers", dense_layers, f"{block}.layers")
 
 
 def _read_precision(draft: Draft) -> None:
