@@ -315,6 +315,16 @@ def test_nanotron_experts_are_as_wide_as_the_dense_layer_unless_told(tmp_path: P
     assert silent.merged({"cluster.gpu": "H100"}).job.model.qkv_bias is False
 
 
+def test_a_trainer_with_llm_foundrys_batch_keys_is_not_llm_foundry(tmp_path: Path) -> None:
+    path = write(tmp_path / "olmo.yaml", (
+        "run_name: tiny\nmodel: {d_model: 512, n_heads: 8, n_layers: 4, mlp_hidden_size: 2048}\n"
+        "max_duration: 2ep\nglobal_train_batch_size: 64\ndevice_train_microbatch_size: 2\n"
+        "device_eval_batch_size: 2\nfsdp: {wrapping_strategy: by_block}\ndata: {num_workers: 4}\n"
+    ))  # fmt: skip
+    with pytest.raises(JobError, match="no known format"):
+        ImportedFiles.read([str(path)])
+
+
 @pytest.mark.parametrize(
     ("strategy", "sharding"), [("'full'", "zero3"), ("hybrid", "hsdp"), ("grad", "zero2"), ("null", "zero3")]
 )
