@@ -325,6 +325,31 @@ def test_a_trainer_with_llm_foundrys_batch_keys_is_not_llm_foundry(tmp_path: Pat
         ImportedFiles.read([str(path)])
 
 
+_TE = '"te_layernorm_mlp": true, "te_mha": true, "te_fp8_format": "hybrid", "norm": "layernorm"'
+
+
+def test_gpt_neox_runs_transformer_engine_and_fp8_only_where_attention_does(tmp_path: Path) -> None:
+    files = changed(tmp_path, "gpt_neox.yml", ('"norm": "layernorm"', _TE))
+    job = files.merged(_RUN).job
+    assert (job.software.attention, job.software.fused_kernels, job.precision.linear) == ("flash", True, "same")
+    assert any("te_fp8_format hybrid has no effect without te_fp8_mha" in line for line in files.warnings)
+    files = changed(tmp_path, "gpt_neox.yml", ('"norm": "layernorm"', f'"te_fp8_mha": true, {_TE}'))
+    job = files.merged(_RUN).job
+    assert (job.precision.linear, job.precision.attention) == ("fp8_delayed", "fp8")
+    assert job.precision.preset == "bf16_mixed"
+    assert any("te_fp8_wgrad is off" in line for line in files.warnings)
+
+
+@pytest.mark.parametrize("key", ["cpu_offload", "cpu_offload_params", "cpu_offload_param"])
+def test_offloading_by_its_older_name_is_told(tmp_path: Path, key: str) -> None:
+    zero = '"zero_optimization": {'
+    for name, old in (("deepspeed.json", f"{zero}"), ("gpt_neox.yml", f"{zero}")):
+        files = changed(tmp_path, name, (old, f'{zero}"{key}": true, "cpu_offload_use_pin_memory": true, '))
+        assert any(f"zero_optimization.{key} is not modelled" in line for line in files.warnings)
+        files = changed(tmp_path, name, (old, f'{zero}"{key}": false, '))
+        assert not any(key in line for line in files.warnings)
+
+
 @pytest.mark.parametrize(
     ("strategy", "sharding"), [("'full'", "zero3"), ("hybrid", "hsdp"), ("grad", "zero2"), ("null", "zero3")]
 )

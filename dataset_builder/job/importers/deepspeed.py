@@ -118,6 +118,10 @@ def read_zero(draft: Draft) -> None:
         device = draft.raw(f"zero_optimization.{part}.device")
         if device not in (None, "none") and not is_open(device):
             draft.warn(f"zero_optimization.{part} to {str(device)[:20]} is not modelled; the time is without it")
+    # What the two were called before: switches, as the CPU was the only place to go.
+    for key in ("cpu_offload", "cpu_offload_params", "cpu_offload_param"):
+        if draft.flag(f"zero_optimization.{key}"):
+            draft.warn(f"zero_optimization.{key} is not modelled; the time is without it")
     for key in ("zero_quantized_weights", "zero_quantized_gradients"):
         if draft.flag(f"zero_optimization.{key}"):
             draft.warn(f"zero_optimization.{key} (ZeRO++) is not modelled; messages keep their format")

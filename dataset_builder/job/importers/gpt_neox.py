@@ -24,6 +24,7 @@ _IGNORED = (
     "output_layer_init_method", "rotary_*", "fp16*", "bf16*", "*_fusion", "deepspeed*", "launcher", "layernorm_epsilon",
     "rms_norm_epsilon", "output_layer_parallelism", "hostfile", "extra_save_iters", "finetune", "seed", "exit_interval",
     "contiguous_checkpointing", "dist*", "include", "attention_config", "master_*", "user_script", "use_shared_fs",
+    "te_*",
 )  # fmt: skip
 _GPT2_VOCABULARY, _NEOX_VOCABULARY = 50257, 50277  # of the GPT-2 and of the 20B tokenizer
 _POSITIONS = {"rotary": "rope", "learned": "learned", "alibi": "alibi", "none": "none", "rpe": "relative",
@@ -47,6 +48,7 @@ def read(file: ConfigFile) -> Reading:
         draft.default("batch.gradient_accumulation_steps", 1)
     draft.take("batch.seq_length", "seq_length")
     _read_precision(draft)
+    _read_fp8(draft)
     deepspeed.read_zero(draft)
     _read_software(draft)
     steps = draft.count("train_iters")
@@ -191,15 +193,37 @@ def _read_precision(draft: Draft) -> None:
         deepspeed.state_low(draft, low, "precision")
 
 
+def _read_fp8(draft: Draft) -> None:
+    """Transformer Engine computes in fp8 where ``te_fp8_mha`` is on; a format alone only says how it would.
+
+    From github.com/EleutherAI/gpt-neox, megatron/model/transformer.py: ``ParallelTransformerLayer.forward``.
+    """
+    written = draft.text("te_fp8_format")
+    if draft.flag("te_fp8_mha"):
+        draft.state("precision.linear", "fp8_delayed", "te_fp8_mha", "te_fp8_format", note="delayed scaling")
+        draft.state("precision.attention", "fp8", "te_fp8_mha")
+        if not draft.flag("te_layernorm_mlp") and not (
+            draft.flag("te_columnparallel") and draft.flag("te_rowparallel")
+        ):
+            draft.warn("te_fp8_mha without te_layernorm_mlp leaves the feed-forward as it is; predicted as fp8 too")
+        if not draft.flag("te_fp8_wgrad"):
+            draft.warn("te_fp8_wgrad is off: weight gradients are not in fp8, but are predicted as if they were")
+    elif written:
+        draft.warn(f"te_fp8_format {written[:20]} has no effect without te_fp8_mha: nothing runs in fp8")
+
+
 def _read_software(draft: Draft) -> None:
     attention = draft.raw("attention_config")
     is_flash = "flash" in str(attention)[:10_000]
-    if attention is not None:
+    engines = [key for key in ("te_mha", "te_fp8_mha") if draft.flag(key)]
+    if engines:
+        draft.state("software.attention", "flash", *engines)
+    elif attention is not None:
         draft.state("software.attention", "flash" if is_flash else "unfused", "attention_config")
     else:
         draft.default("software.attention", "unfused", "global attention")
     fusions = ("scaled_upper_triang_masked_softmax_fusion", "scaled_masked_softmax_fusion", "bias_gelu_fusion",
-               "rope_fusion", "layernorm_fusion", "rmsnorm_fusion")  # fmt: skip
+               "rope_fusion", "layernorm_fusion", "rmsnorm_fusion", "te_layernorm_mlp")  # fmt: skip
     given = [key for key in fusions if draft.has(key)]
     if given:
         draft.state("software.fused_kernels", any(draft.flag(key) for key in given), *given)
