@@ -14,6 +14,8 @@ from dataset_builder.job.importers.reading import Draft, as_count, as_number, as
 
 _GPT2_VOCABULARY = 50257  # the byte-pair encoding of GPT-2, which a vocab.json and a merges.txt mean
 _BERT_VOCABULARIES = {"bertwordpiecelowercase": 30522, "bertwordpiececase": 28996}
+_WITH_EXTRA_IDS = (*_BERT_VOCABULARIES, "sentencepiecetokenizer")  # tokenizers that heed vocab_extra_ids
+_WORD_PIECE_PROGRAMS = ("encoder", "encoder_decoder")  # architectures whose training programs default to word pieces
 _MAX_LAYERS = 10_000
 
 
@@ -27,8 +29,8 @@ def read_model(draft: Draft, complete: bool) -> None:
             draft.state("model.num_layers", decoder, "decoder_num_layers")
     hidden = draft.take("model.hidden_size", "hidden_size")
     heads = draft.take("model.num_attention_heads", "num_attention_heads")
-    # An engine-only file says nothing of the model, not even by default.
-    has_model = layers is not None or hidden is not None or draft.has("encoder_num_layers")
+    # An engine-only file says nothing of the model, not even by default; one that leaves its sizes open does.
+    has_model = draft.has("num_layers", "hidden_size", "encoder_num_layers")
     complete = complete and has_model
     _read_shape(draft, complete)
     _read_feed_forward(draft, hidden, complete)
@@ -89,7 +91,7 @@ def _read_normalization(draft: Draft, complete: bool) -> None:
 
 def _read_position(draft: Draft, complete: bool) -> None:
     word = draft.text("position_embedding_type", asks="model.position_embedding")
-    if draft.flag("use_rotary_position_embeddings"):
+    if draft.flag("use_rotary_position_embeddings", asks="model.position_embedding"):
         draft.state("model.position_embedding", "rope", "use_rotary_position_embeddings")
     elif word is not None:
         names = {"learned_absolute": "learned", "rope": "rope", "mrope": "rope", "yarn": "rope", "none": "none",
@@ -137,16 +139,23 @@ def _read_activation(draft: Draft, complete: bool) -> None:
 
 
 def _read_groups(draft: Draft, heads: int | None, complete: bool) -> None:
-    """Groups only count with ``--group-query-attention``; alone, every head has its keys."""
+    """Groups only count with ``--group-query-attention``; alone, every head has its keys.
+
+    Megatron-DeepSpeed's ``--num-key-value-heads`` needs no switch, and gives way to the groups where that is on.
+    """
     groups = draft.count("num_query_groups", asks="model.num_query_groups")
-    grouped = draft.flag("group_query_attention")
+    grouped = draft.flag("group_query_attention", asks="model.num_query_groups")
     is_flag = draft.key_of("num_query_groups").startswith("--")  # a configuration has no switch beside the number
     if groups is not None and (grouped or (grouped is None and not is_flag)):
         draft.state("model.num_query_groups", groups, "num_query_groups")
-    elif groups is not None and grouped is None:
+    elif groups is not None and not draft.has("group_query_attention"):
         draft.warn(f"{draft.key_of('num_query_groups')} {groups} has no effect without --group-query-attention")
     elif grouped and groups is None:
         draft.default("model.num_query_groups", 1, "group query attention without a number")
+    if grouped:
+        draft.understood("num_key_value_heads")
+    else:
+        draft.take("model.num_query_groups", "num_key_value_heads")
     if heads:
         _default_or_ask(draft, "model.num_query_groups", heads, complete, "no grouped queries")
 
@@ -253,6 +262,7 @@ def _read_vocabulary(draft: Draft, complete: bool) -> None:
     kind = (draft.value(as_text, "tokenizer_type") or "").lower()
     model = draft.value(as_text, "tokenizer_model", "hf_model_id")
     draft.raw("vocab_file", "merge_file")
+    extra = draft.count("vocab_extra_ids", asks="model.vocab_size") or 0
     pads = draft.flag("should_pad_vocab")
     step = draft.count("make_vocab_size_divisible_by")
     if padded:
@@ -266,14 +276,22 @@ def _read_vocabulary(draft: Draft, complete: bool) -> None:
         adds = kind == "nulltokenizer" and pads is None  # this tokenizer adds its end-of-document token to the size
         note = f"{stated} and the end-of-document token" if adds else ""
         draft.state("model.vocab_size", stated + adds, "vocab_size", note=note)
-    elif model and (known := vocabulary_of(str(model))):
-        draft.imply("model.vocab_size", known, f"the vocabulary of {str(model)[:60]}")
-        draft.warn(f"model.vocab_size: taken from the tokenizer's name {str(model)[:60]}: {known} before padding")
-    elif kind.startswith("gpt2") or (not kind and draft.has("vocab_file", "merge_file")):
+        return
+    if not kind and not model and draft.has("vocab_file") and draft.get("model.architecture") in _WORD_PIECE_PROGRAMS:
+        kind = "bertwordpiecelowercase"  # what pretrain_bert.py and pretrain_t5.py take
+    extra = extra if kind in _WITH_EXTRA_IDS else 0
+    added = f" and {extra} of {draft.key_of('vocab_extra_ids')}" if extra else ""
+    if model and (known := vocabulary_of(str(model))):
+        draft.imply("model.vocab_size", known + extra, f"the vocabulary of {str(model)[:60]}{added}")
+        draft.warn(
+            f"model.vocab_size: taken from the tokenizer's name {str(model)[:60]}: {known}{added}, before padding"
+        )
+    elif kind.startswith("gpt2") or (not kind and draft.has("merge_file")):
         draft.imply("model.vocab_size", _GPT2_VOCABULARY, "vocab_file and merge_file, the GPT-2 encoding's")
         draft.warn("model.vocab_size: 50257, the GPT-2 byte-pair encoding's, before padding")
     elif known := _BERT_VOCABULARIES.get(kind):
-        draft.imply("model.vocab_size", known, f"tokenizer_type {kind}")
-        draft.warn(f"model.vocab_size: {known}, the usual vocabulary of {kind}, before padding")
+        draft.imply("model.vocab_size", known + extra, f"tokenizer_type {kind}{added}")
+        draft.warn(f"model.vocab_size: {known}{added}, the usual vocabulary of {kind}, before padding")
     else:
-        draft.ask("model.vocab_size", f"the size of the tokenizer {model or kind or 'of this job'} is not in the file")
+        name = model or kind or draft.value(as_text, "patch_tokenizer_type") or "of this job"
+        draft.ask("model.vocab_size", f"the size of the tokenizer {name} is not in the file")
