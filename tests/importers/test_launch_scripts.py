@@ -83,3 +83,23 @@ def test_a_model_of_open_sizes_still_says_which_tokenizer_is_not_known(tmp_path:
     question = asked(files_of(tmp_path, f"torchrun pretrain_gpt.py {model} {_RUN}"))
     assert "LLama3Tokenizer is not in the file" in question["model.vocab_size"]
     assert "model.normalization" not in question  # Megatron's default holds whatever the sizes are
+
+
+@pytest.mark.parametrize("line", [". `pwd`/flags.sh", 'source "${HERE}/flags.sh"', ". flags.sh arguments"])
+def test_a_script_that_sources_the_flags_names_their_file(tmp_path: Path, line: str) -> None:
+    with pytest.raises(JobError) as caught:
+        files_of(tmp_path, f"LAYERS=4\n{line}\nexit 0").merged(_GPUS)
+    assert "sources flags.sh and has no training flags of its own" in caught.value.reasons[0]
+    assert "cat run.sh flags.sh" in caught.value.reasons[0]
+
+
+def test_one_script_made_of_both_is_read(tmp_path: Path) -> None:
+    variables = "LAYERS=4\n. flags.sh\nexit 0"
+    flags = f'export PARAMS="{_SIZES} --vocab-size 1000"'.replace("--num-layers 4", "--num-layers ${LAYERS}")
+    assert imported(tmp_path, f"{variables}\n{flags}").job.model.num_layers == 4
+
+
+def test_variables_of_a_sourced_file_are_not_known(tmp_path: Path) -> None:
+    script = f"source ./sizes.sh\n{_GPT}".replace("--num-layers 4", "--num-layers ${LAYERS}")
+    assert "sources sizes.sh, whose variables are not known here" in " ".join(files_of(tmp_path, script).warnings)
+    assert not files_of(tmp_path, f"source ./environment.sh\n{_GPT}").warnings

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from dataset_builder.job.importers import megatron
 from dataset_builder.job.importers.config_file import ConfigFile
 from dataset_builder.job.importers.reading import Draft, Reading
 from dataset_builder.job.importers.shell import Script, read_script
+from dataset_builder.job.reasons import shown
 
 NAME, KNOWN_BY = "Megatron-LM launch script", "a shell script with --num-layers, --hidden-size, ..."
 _FORMAT = "Megatron-LM"
@@ -20,16 +22,29 @@ _LAUNCHER = {
     "n": "cluster.num_gpus", "np": "cluster.num_gpus", "gpus_per_node": "cluster.gpus_per_node",
 }  # fmt: skip
 _MAX_NOTES = 6
+_UNDECIDED = "${a branch that cannot be decided}"
+_DECIDED_LATE = " stands in a branch that the script decides when it runs"
 _MARK = re.compile(r"--(num[-_]layers|hidden[-_]size|tensor[-_]model[-_]parallel[-_]size|micro[-_]batch[-_]size)\b")
+_SOURCED = re.compile(r"^[ \t]*(?:source|\.)[ \t]+[\"']?(?:[^\s;&|]*/)?([\w.-]+\.(?:sh|bash))\b", re.MULTILINE)
 
 
 def likeness(file: ConfigFile) -> int:
-    return 0 if file.script is None else len(set(_MARK.findall(file.script)))
+    """Flags; failing those, a script that sources another one, which may hold them."""
+    if file.script is None:
+        return 0
+    return len(set(_MARK.findall(file.script))) or int(_SOURCED.search(file.script) is not None)
 
 
 def read(file: ConfigFile) -> Reading:
     """Follows the script to its training command; a flag given twice counts as argparse takes it, the last time."""
     draft = Draft(ConfigFile(file.path), _FORMAT)
+    sourced = tuple(dict.fromkeys(_SOURCED.findall(file.script or "")))
+    if not _MARK.search(file.script or ""):
+        draft.refuse(
+            f"sources {_listed(sourced)} and has no training flags of its own, and variables do not cross files; "
+            f"expected one script: cat {' '.join((file.name, *sourced))} > run.sh"
+        )
+        return draft.reading()
     try:
         script = read_script(file.script or "")
     except (ValueError, RecursionError) as error:
@@ -40,7 +55,7 @@ def read(file: ConfigFile) -> Reading:
     for written in script.left_out:  # what a branch that cannot be decided sets is as open as a variable
         name = written.lstrip("-").replace("-", "_")
         if name not in flags:
-            flags[name], spelling[name] = "${a branch that cannot be decided}", written
+            flags[name], spelling[name] = _UNDECIDED, written
     draft = Draft(ConfigFile(file.path, flags, script=file.script, spelling=spelling), _FORMAT)
     for note in script.notes[:_MAX_NOTES]:
         draft.warn(note)
@@ -50,7 +65,19 @@ def read(file: ConfigFile) -> Reading:
     megatron.read_arguments(draft, complete=True)
     draft.framework("megatron-deepspeed" if "deepspeed" in flags else "megatron-lm")
     _read_launcher(draft, launcher, script, file)
-    return draft.reading()
+    reading = draft.reading()
+    if sourced and reading.questions:
+        draft.warn(f"sources {_listed(sourced)}, whose variables are not known here; --set gives what is asked for, "
+                   f"or one script made of all of them")  # fmt: skip
+        reading = draft.reading()
+    # The value that stands for such a branch is none that the script holds, so that no message quotes it.
+    told = {path: why.replace(f" is {shown(_UNDECIDED)}", _DECIDED_LATE) for path, why in reading.questions.items()}
+    return replace(reading, questions=told)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NOTES} more" if len(names) > _MAX_NOTES else ""
+    return ", ".join(name[:60] for name in names[:_MAX_NOTES]) + more
 
 
 def _training_command(script: Script) -> tuple[list[str], str, list[str]]:
