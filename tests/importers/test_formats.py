@@ -71,7 +71,8 @@ READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
         "batch.global_batch_size": 1536, "cluster.num_nodes": 16}),
     "Megatron-DeepSpeed under SLURM: here-documents, bash -c, a partition by type": ("megatron_slurm.sh", _GPU, {
         "model.num_layers": 22, "model.hidden_size": 2048, "model.position_embedding": "alibi",
-        "model.vocab_size": 250880, "parallel.tensor": 4, "parallel.pipeline": 6, "parallel.sharding": "none",
+        "model.vocab_size": 250880, "parallel.tensor": 4, "parallel.pipeline": 6,
+        "parallel.sharding": "zero1",  # at stage 0, as bf16 is on
         "parallel.layers_per_stage": (3, 4, 4, 4, 4, 3), "parallel.recompute.mode": "full",
         "precision.preset": "bf16_mixed", "precision.grad_reduce": "fp32", "batch.global_batch_size": 64,
         "cluster.num_nodes": 3, "cluster.gpus_per_node": 8, "software.framework": "megatron-deepspeed",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,6 +77,65 @@ def test_encoder_and_decoder_take_word_pieces_and_their_sentinels(tmp_path: Path
 def test_a_vocabulary_without_its_merges_is_asked_for(tmp_path: Path) -> None:
     files = files_of(tmp_path, f"torchrun pretrain_gpt.py {_SIZES} --vocab-file vocab.json")
     assert "the size of the tokenizer of this job is not in the file" in asked(files)["model.vocab_size"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sharding"),
+    [
+        ("--bf16 --deepspeed --zero-stage 0", "zero1"),
+        ("--bf16 --deepspeed --zero-stage=2", "zero2"),
+        ("--fp16 --deepspeed --zero-stage 0", "none"),
+        ("--bf16 --zero-stage 0", "none"),
+    ],
+)
+def test_bf16_under_deepspeed_shards_the_optimizer_at_stage_0(tmp_path: Path, flags: str, sharding: str) -> None:
+    assert imported(tmp_path, f"{_GPT} {flags}").job.parallel.sharding == sharding
+    told = "is taken as zero1" in " ".join(files_of(tmp_path, f"{_GPT} {flags}").warnings)
+    assert told == (sharding == "zero1")
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--recompute-granularity full --recompute-method uniform --recompute-num-layers ${N}", "--recompute-activations",
+     "--checkpoint-activations", "--activations-checkpoint-method uniform"],
+)  # fmt: skip
+def test_recompute_in_a_branch_is_asked_for(tmp_path: Path, options: str) -> None:
+    script = f'MODE=$1\nif [ $MODE = on ]; then options="{options}"; fi\n{_GPT} $options'
+    question = asked(files_of(tmp_path, script))
+    assert list(question) == ["parallel.recompute.mode"]
+    flag = options.split()[0]
+    assert (
+        f"{flag} stands in a branch that the script decides when it runs; --set parallel.recompute.mode"
+        in (question["parallel.recompute.mode"])
+    )
+    recompute: Any = imported(tmp_path, script, parallel__recompute__mode="selective").job.parallel.recompute
+    assert recompute.mode == "selective"
+
+
+@pytest.mark.parametrize(
+    ("options", "layers"),
+    [("--activations-checkpoint-method uniform", None),
+     ("--activations-checkpoint-method block --activations-checkpoint-num-layers 2", 2)],
+)  # fmt: skip
+def test_the_older_spelling_recomputes_whole_layers(tmp_path: Path, options: str, layers: int | None) -> None:
+    recompute: Any = imported(tmp_path, f"{_GPT} {options}").job.parallel.recompute
+    assert (recompute.mode, recompute.full_layers) == ("full", layers)
+
+
+@pytest.mark.parametrize("branch", ["--fp8-format hybrid --fp8-recipe blockwise", "--bf16 --fp8-format hybrid"])
+def test_fp8_in_a_branch_is_undecided_and_not_without_a_meaning(tmp_path: Path, branch: str) -> None:
+    always = "" if "--bf16" in branch else "--bf16"
+    files = files_of(tmp_path, f'if [ $1 = fp8 ]; then options="{branch}"; fi\n{_GPT} {always} $options')
+    assert list(asked(files)) == ["precision.preset"]
+    assert "without a meaning" not in " ".join(files.warnings)
+    job = files.merged({**_GPUS, "precision": "bf16_mixed"}).job
+    assert job.precision.linear in (None, "same")
+
+
+@pytest.mark.parametrize("flag", ["--zero-stage ${STAGE}", "$sharding"])
+def test_sharding_that_a_run_decides_is_asked_for(tmp_path: Path, flag: str) -> None:
+    branch = 'if [ $1 = on ]; then sharding="--use-megatron-fsdp"; fi\n' if flag == "$sharding" else ""
+    assert list(asked(files_of(tmp_path, f"{branch}{_GPT} {flag}"))) == ["parallel.sharding"]
 
 
 def test_a_model_of_open_sizes_still_says_which_tokenizer_is_not_known(tmp_path: Path) -> None:

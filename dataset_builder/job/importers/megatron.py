@@ -10,7 +10,8 @@ import re
 from typing import Any
 
 from dataset_builder.job.importers.megatron_model import read_model
-from dataset_builder.job.importers.reading import Draft, as_count, as_text
+from dataset_builder.job.importers.reading import Draft, as_count, as_text, is_open
+from dataset_builder.job.reasons import shown
 
 _RECIPES = {"delayed": "fp8_delayed", "tensorwise": "fp8_current", "current": "fp8_current", "mxfp8": "mxfp8",
             "blockwise": "fp8_blockwise", "subchannel": "fp8_blockwise", "rowwise": "fp8_rowwise"}  # fmt: skip
@@ -158,16 +159,19 @@ def _read_precision(draft: Draft, complete: bool) -> None:
     if fp16 and bf16:
         draft.refuse("fp16 and bf16 are both on; expected one of them")
         return
+    is_narrow_open = _ask_eight_bits(draft)
     if fp16 or bf16:
         low = "fp16" if fp16 else "bf16"
-        draft.state("precision.preset", f"{low}_mixed", low)
+        if not is_narrow_open:
+            draft.state("precision.preset", f"{low}_mixed", low)
         draft.imply("precision.params", low, f"{low}: weights are stored in it, with fp32 master weights")
         draft.imply("precision.main_params", "fp32", f"{low}: fp32 master weights")
         _read_gradients(draft, low)
     elif complete:
         draft.default("precision.preset", "fp32", "neither fp16 nor bf16 is on")
         return
-    _read_eight_bits(draft, bool(bf16))
+    if not is_narrow_open:
+        _read_eight_bits(draft, bool(bf16))
     _read_states(draft)
 
 
@@ -182,6 +186,17 @@ def _read_gradients(draft: Draft, low: str) -> None:
             draft.state(path, "fp32" if in_full else low, "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_fp32")
         else:
             draft.default(path, "fp32" if low == "bf16" else "fp16", f"with {low}")
+
+
+def _ask_eight_bits(draft: Draft) -> bool:
+    """Asks for the precision where nobody knows whether or how 8 or 4 bits are on; whether it did."""
+    for keys in (("fp4_format", "fp4"), ("fp8_format", "fp8"), ("fp8_recipe",)):
+        value = draft.raw(*keys)
+        if is_open(value):
+            draft.ask("precision.preset", f"{draft.key_of(*keys)} is {shown(value)}")
+            draft.understood("fp8_*", "fp4_*", "first_last_layers_bf16", "num_layers_at_*_in_bf16")
+            return True
+    return False
 
 
 def _read_eight_bits(draft: Draft, bf16: bool) -> None:
@@ -246,14 +261,19 @@ def storage_format(value: Any) -> str | None:
 
 def _read_sharding(draft: Draft, complete: bool) -> None:
     distributed = draft.flag("use_distributed_optimizer", asks="parallel.sharding")
-    fsdp = draft.flag("use_torch_fsdp2"), draft.flag("use_megatron_fsdp", "use_custom_fsdp")
+    fsdp = (draft.flag("use_torch_fsdp2", asks="parallel.sharding"),
+            draft.flag("use_megatron_fsdp", "use_custom_fsdp", asks="parallel.sharding"))  # fmt: skip
     strategy = draft.text("data_parallel_sharding_strategy")
     names = {"no_shard": "none", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "zero3"}
-    zero = draft.count("zero_stage")
+    zero = draft.count("zero_stage", asks="parallel.sharding")
     if any(fsdp):
         name = names.get(strategy or "", "zero3") if fsdp[1] else "zero3"
         draft.state("parallel.sharding", name, "data_parallel_sharding_strategy", "use_megatron_fsdp",
                     "use_custom_fsdp", "use_torch_fsdp2")  # fmt: skip
+    elif zero == 0 and draft.flag("deepspeed") and draft.flag("bf16"):
+        why = "DeepSpeed's BF16_Optimizer shards optimizer states over data-parallel ranks even at stage 0"
+        draft.imply("parallel.sharding", "zero1", f"{draft.key_of('zero_stage')} 0 with bf16: {why}")
+        draft.warn(f"{draft.key_of('zero_stage')} 0 with bf16 is taken as zero1: {why}")
     elif zero is not None and 0 <= zero <= 3:
         draft.state("parallel.sharding", ("none", "zero1", "zero2", "zero3")[zero], "zero_stage")
     elif distributed is not None:
@@ -274,22 +294,29 @@ def _read_sharding(draft: Draft, complete: bool) -> None:
 
 
 def _read_recompute(draft: Draft) -> None:
-    granularity = draft.text("recompute_granularity", asks="parallel.recompute")
-    method, layers = draft.text("recompute_method"), draft.count("recompute_num_layers", asks="parallel.recompute")
-    modules = draft.raw("recompute_modules")
-    if draft.flag("recompute_activations", "checkpoint_activations") and granularity is None:
-        draft.state("parallel.recompute.mode", "selective" if draft.has("recompute_activations") else "full",
-                    "recompute_activations", "checkpoint_activations")  # fmt: skip
+    mode = "parallel.recompute.mode"
+    granularity = draft.text("recompute_granularity", asks=mode)
+    method, modules = draft.text("recompute_method"), draft.raw("recompute_modules")
+    if (older := draft.text("activations_checkpoint_method", asks=mode)) and granularity is None:
+        granularity, method = "full", older  # the spelling of Megatron-LM 2, which knows whole layers alone
+    count = ("recompute_num_layers", "activations_checkpoint_num_layers")
+    draft.raw(*count)
+    selective, full = draft.flag("recompute_activations", asks=mode), draft.flag("checkpoint_activations", asks=mode)
+    if (selective or full) and granularity is None:
+        draft.state(mode, "selective" if selective else "full", "recompute_activations", "checkpoint_activations")
     elif granularity in ("selective", "full"):
-        draft.state("parallel.recompute.mode", granularity, "recompute_granularity")
-        if granularity == "full" and method == "block" and layers is not None:
+        draft.state(mode, granularity, "recompute_granularity", "activations_checkpoint_method")
+        layers = None
+        if granularity == "full" and method == "block":  # uniform recomputes all layers, in whatever steps
+            layers = draft.count(*count, asks="parallel.recompute.full_layers")
+        if layers is not None:
             chunks = draft.get("parallel.virtual_pipeline") or 1
-            draft.state("parallel.recompute.full_layers", layers * chunks, "recompute_num_layers",
+            draft.state("parallel.recompute.full_layers", layers * chunks, *count,
                         note=f"block, in each of {chunks} chunks" if chunks > 1 else "block")  # fmt: skip
         if granularity == "selective" and modules and "core_attn" not in str(modules):
             draft.warn(f"recompute_modules {str(modules)[:80]}: predicted as recomputing core attention")
     elif granularity is None:
-        draft.default("parallel.recompute.mode", "none")
+        draft.default(mode, "none")
     else:
         draft.refuse(f"{draft.key_of('recompute_granularity')}: got {granularity!r}; expected selective or full")
 
