@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from dataset_builder.job.importers.accelerate import read_fsdp_formats
 from dataset_builder.job.importers.config_file import ConfigFile
 from dataset_builder.job.importers.model_names import preset_called
 from dataset_builder.job.importers.reading import Draft, Reading
+from dataset_builder.job.presets import preset
+from dataset_builder.job.reasons import shown
 
 NAME, KNOWN_BY = "axolotl YAML", "base_model, sequence_len, micro_batch_size, datasets"
 _MARKS = ("base_model", "sequence_len", "datasets", "micro_batch_size", "gradient_accumulation_steps", "adapter",
@@ -21,7 +23,7 @@ _IGNORED = (
     "deepspeed", "adam_*", "max_grad_norm", "tf32", "gradient_checkpointing_kwargs*", "test_datasets", "tokens",
     "debug",
     "pad_to_sequence_len", "shuffle*", "base_model_config", "cut_cross_entropy", "liger_*", "mlflow*", "comet*",
-    "sample_packing", "eval_sample_packing", "loraplus*", "rl", "pretraining_dataset*", "revision_of_model", "use_*",
+    "sample_packing", "eval_sample_packing", "loraplus*", "pretraining_dataset*", "revision_of_model", "use_*",
 )  # fmt: skip
 _OPTIMIZERS = (("muon", "muon"), ("lion", "lion"), ("adafactor", "adafactor"), ("adam", "adamw"), ("sgd", "sgd"))
 
@@ -36,17 +38,17 @@ def read(file: ConfigFile) -> Reading:
     read_named_model(draft, "base_model")
     draft.take("batch.seq_length", "sequence_len")
     draft.take("batch.micro_batch_size", "micro_batch_size")
-    if draft.take("batch.gradient_accumulation_steps", "gradient_accumulation_steps") is None:
-        draft.default("batch.gradient_accumulation_steps", 1)
+    _read_accumulation(draft)
     _read_precision(draft)
     if draft.flag("fp8"):
         draft.state("precision.preset", "fp8_tensorwise", "fp8")
         draft.warn_mixed("bf16", "fp8", "fp8_tensorwise")
     _read_layout(draft)
-    checkpointing = draft.flag("gradient_checkpointing")
-    draft.state("parallel.recompute.mode", "full" if checkpointing else "none", "gradient_checkpointing")
+    _read_recompute(draft)
     _read_adapter(draft)
     _read_software(draft)
+    if (method := draft.text("rl")) is not None:
+        warn_preferences(draft, "rl", method)
     if draft.flag("sample_packing"):
         draft.warn("sample_packing: packed sequences are predicted as full ones (attention over the whole length)")
     steps = draft.count("max_steps")
@@ -82,6 +84,27 @@ def read_amp(draft: Draft, bf16: str, fp16: str, tf32: str) -> None:
         draft.default("precision.preset", name, f"{bf16} and {fp16} are off")
 
 
+def warn_preferences(draft: Draft, key: str, value: str) -> None:
+    """Preferences and rewards take more passes than the one that is predicted."""
+    draft.warn(
+        f"{key} {value[:30]}: predicted as one forward and backward pass of the trained model with one sequence a "
+        "sample; passes of a reference or reward model, second answers and generation are not counted"
+    )
+
+
+def _read_accumulation(draft: Draft) -> None:
+    """Accumulation steps, or ``batch_size``, the sequences that one GPU takes to an optimizer step."""
+    path, keys = "batch.gradient_accumulation_steps", ("batch_size", "micro_batch_size")
+    if draft.take(path, "gradient_accumulation_steps") is not None:
+        return
+    total, micro = (draft.count(key) for key in keys)
+    if total and micro and total < micro:
+        draft.refuse(f"batch_size: got {total}; expected at least micro_batch_size {micro}")
+    elif total and micro and micro > 0:
+        draft.state(path, total // micro, *keys, note=f"{total} // {micro}")
+    draft.default(path, 1)
+
+
 def _read_precision(draft: Draft) -> None:
     """``bf16`` is ``auto`` unless something else is said: on, where the GPU has it; ``full`` only adds evaluation."""
     word = str(draft.raw("bf16") or ("auto" if draft.raw("bf16") is None else "")).lower()
@@ -92,15 +115,30 @@ def _read_precision(draft: Draft) -> None:
         read_amp(draft, "bf16", "fp16", "tf32")
 
 
+def _read_recompute(draft: Draft) -> None:
+    """Checkpointing by the trainer or by FSDP; a word says where the trainer's checkpoints are offloaded to."""
+    keys = ("gradient_checkpointing", "fsdp_config.activation_checkpointing",
+            "fsdp_config.fsdp_activation_checkpointing")  # fmt: skip
+    word = str(draft.raw(keys[0])).lower()
+    is_offloaded = word.startswith("offload") or word == "unsloth"
+    is_on = is_offloaded or draft.flag(keys[0])
+    in_fsdp = draft.flag(*keys[1:])
+    draft.state("parallel.recompute.mode", "full" if is_on or in_fsdp else "none", *keys)
+    if is_offloaded or draft.raw("activation_offloading") not in (None, False):
+        key = keys[0] if is_offloaded else "activation_offloading"
+        draft.warn(f"{key} {shown(draft.raw(key))}: the offload to host memory is not predicted, full recompute is")
+
+
 def _read_layout(draft: Draft) -> None:
     draft.take("parallel.tensor", "tensor_parallel_size")
     draft.take("parallel.context", "context_parallel_size", "sequence_parallel_degree")
-    draft.take("parallel.expert", "expert_parallel_size")
+    expert = max(1, draft.take("parallel.expert", "expert_parallel_size") or 1)
     shards, replicas = draft.count("dp_shard_size"), draft.count("dp_replicate_size")
     keys = ("dp_shard_size", "dp_replicate_size")
-    if shards or replicas:
-        data = max(1, shards or 1) * max(1, replicas or 1)
-        draft.state("parallel.data", data, *keys, note=f"{shards or 1} x {replicas or 1}")
+    if shards or replicas:  # ranks of different experts have different sequences too
+        data = max(1, shards or 1) * max(1, replicas or 1) * expert
+        note = f"{shards or 1} x {replicas or 1}{f' x {expert}' if expert > 1 else ''}"
+        draft.state("parallel.data", data, *keys, *(("expert_parallel_size",) if expert > 1 else ()), note=note)
     is_fsdp = draft.has("fsdp", "fsdp_config", "fsdp_version", "dp_shard_size")
     if draft.has("deepspeed"):
         name = draft.text("deepspeed") if not isinstance(draft.raw("deepspeed"), Mapping) else None
@@ -109,8 +147,8 @@ def _read_layout(draft: Draft) -> None:
             draft.ask("parallel.sharding", f"deepspeed {name[:80]} is another file; give it too")
     elif (replicas or 1) > 1 and (shards or 1) > 1:
         draft.state("parallel.sharding", "hsdp", *keys)
-        draft.state("parallel.shard_size", (shards or 1) * (draft.get("parallel.context") or 1), *keys)
-    elif is_fsdp and (shards is None or shards > 1):
+        draft.state("parallel.shard_size", (shards or 1) * expert * (draft.get("parallel.context") or 1), *keys)
+    elif is_fsdp and (shards is None or shards * expert > 1):
         keeps = draft.flag("fsdp_config.reshard_after_forward", "fsdp_config.fsdp_reshard_after_forward") is False
         draft.state("parallel.sharding", "zero2" if keeps else "zero3", "fsdp", "fsdp_config", "dp_shard_size")
     else:
@@ -131,12 +169,28 @@ def _read_adapter(draft: Draft) -> None:
         return
     if draft.take("model.lora.rank", "lora_r") is None:
         draft.ask("model.lora.rank", f"adapter {adapter[:30]} is without lora_r")
-    targets = str(draft.raw("lora_target_modules", "lora_target_linear") or "")
-    wide = any(word in targets for word in ("gate", "up_proj", "down", "True", "mlp", "all"))
-    draft.state("model.lora.targets", "attention_and_mlp" if wide else "attention", "lora_target_modules",
-                "lora_target_linear", "adapter")  # fmt: skip
+    wide = [key for key in ("lora_target_modules", "lora_target_parameters") if names_mlp(draft.raw(key))]
+    wide += ["lora_target_linear"] if draft.flag("lora_target_linear") else []
+    state_targets(draft, wide, "lora_target_modules", "lora_target_linear", "lora_target_parameters", "adapter")
     if adapter == "qlora" or draft.flag("load_in_4bit") or draft.flag("load_in_8bit"):
         draft.warn("weights in 4 or 8 bit are not modelled; predicted as frozen 16-bit weights")
+
+
+def names_mlp(targets: object) -> bool:
+    """Whether a list, a name or a pattern of adapted modules reaches beyond attention."""
+    words = ("gate", "up_proj", "down", "mlp", "all", "experts", "w1", "w2", "w3")
+    return any(word in str(targets) for word in words)
+
+
+def state_targets(draft: Draft, wide: Sequence[str], *keys: str) -> None:
+    """``wide``: the keys that adapt feed-forward layers too, which is predicted of a model without experts only."""
+    named = draft.get("model.preset")
+    has_experts = named is not None and "moe" in preset(named)
+    for key in wide if has_experts else ():
+        draft.warn(f"{key} {shown(draft.raw(key))}: adapters of experts are not modelled; predicted with those of "
+                   "attention alone")  # fmt: skip
+    targets = "attention_and_mlp" if wide and not has_experts else "attention"
+    draft.state("model.lora.targets", targets, *keys)
 
 
 def _read_software(draft: Draft) -> None:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from dataset_builder.job.importers.accelerate import read_fsdp_formats
-from dataset_builder.job.importers.axolotl import read_amp, read_named_model, read_optimizer, warn_fused_loss
+from dataset_builder.job.importers.axolotl import (
+    names_mlp,
+    read_amp,
+    read_named_model,
+    read_optimizer,
+    state_targets,
+    warn_fused_loss,
+    warn_preferences,
+)
 from dataset_builder.job.importers.config_file import ConfigFile
 from dataset_builder.job.importers.reading import Draft, Reading
 
@@ -11,7 +19,7 @@ NAME, KNOWN_BY = "LLaMA-Factory YAML", "model_name_or_path, finetuning_type, cut
 _MARKS = ("model_name_or_path", "finetuning_type", "cutoff_len", "per_device_train_batch_size", "stage", "template",
           "gradient_accumulation_steps", "do_train", "lora_rank", "lora_target")  # fmt: skip
 _IGNORED = (
-    "stage", "do_*", "template", "dataset*", "overwrite_*", "preprocessing_*", "output_dir", "logging_*", "save_*",
+    "do_*", "template", "dataset*", "overwrite_*", "preprocessing_*", "output_dir", "logging_*", "save_*",
     "plot_loss", "learning_rate", "num_train_epochs", "lr_scheduler*", "warmup_*", "ddp_*", "resume_*", "val_size",
     "per_device_eval*", "eval_*", "max_samples", "report_to", "trust_remote_code", "weight_decay", "max_grad_norm",
     "seed", "packing", "lora_*", "deepspeed", "fsdp*", "dataloader_*", "run_name", "pref_*", "freeze_*", "predict_*",
@@ -45,6 +53,9 @@ def read(file: ConfigFile) -> Reading:
         draft.warn_mixed("bf16", "fp8", "fp8_tensorwise")
     _read_sharding(draft)
     _read_adapter(draft)
+    stage = draft.text("stage") or "sft"
+    if stage not in ("sft", "pt"):
+        warn_preferences(draft, "stage", stage)
     kernel = draft.text("flash_attn") or ""
     if kernel in ("fa2", "fa3", "sdpa"):
         draft.state("software.attention", "flash", "flash_attn")
@@ -84,11 +95,8 @@ def _read_adapter(draft: Draft) -> None:
     if kind == "lora":
         rank = draft.count("lora_rank")
         draft.state("model.lora.rank", rank or 8, "lora_rank", "finetuning_type")
-        targets = str(draft.raw("lora_target") or "all")
-        wide = any(word in targets for word in ("all", "gate", "up_proj", "down"))
-        draft.state(
-            "model.lora.targets", "attention_and_mlp" if wide else "attention", "lora_target", "finetuning_type"
-        )
+        is_wide = names_mlp(draft.raw("lora_target") or "all")
+        state_targets(draft, ["lora_target"] if is_wide else [], "lora_target", "finetuning_type")
     elif kind != "full":
         draft.warn(f"finetuning_type {kind[:30]} is not modelled; predicted as training every weight")
     if draft.has("quantization_bit"):

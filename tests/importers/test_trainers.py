@@ -1,0 +1,149 @@
+"""axolotl and LLaMA-Factory: what their keys mean for weights, recomputation, adapters and ranks, and what is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dataset_builder.job.errors import JobError
+from dataset_builder.job.importers.formats import ImportedFiles
+from tests.importers.test_formats import field
+
+_FILES = Path(__file__).parent / "files"
+_SET = {"cluster.gpu": "H100", "cluster.num_gpus": "8"}
+_AXOLOTL = {"base_model": "meta-llama/Llama-3.1-8B", "datasets": [{"path": "some/data"}], "sequence_len": 2048,
+            "micro_batch_size": 2, "bf16": "auto", "optimizer": "adamw_torch"}  # fmt: skip
+_LORA = {"adapter": "lora", "lora_r": 16, "lora_target_linear": True}
+_FSDP2 = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
+
+
+def axolotl(folder: Path, **changes: Any) -> ImportedFiles:
+    path = folder / "axolotl.yaml"
+    path.write_text(json.dumps({**_AXOLOTL, **changes}))
+    return ImportedFiles.read([str(path)])
+
+
+def llama_factory(folder: Path, **changes: Any) -> ImportedFiles:
+    path = folder / "llama_factory.yaml"
+    path.write_text(json.dumps({**yaml.safe_load((_FILES / "llama_factory.yaml").read_text()), **changes}))
+    return ImportedFiles.read([str(path)])
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "orpo", "grpo"])
+def test_axolotl_tells_that_preferences_take_more_than_one_pass(tmp_path: Path, method: str) -> None:
+    warnings = " ".join(axolotl(tmp_path, rl=method).warnings)
+    assert f"rl {method}: predicted as one forward and backward pass of the trained model" in warnings
+    assert "predicted as one" not in " ".join(axolotl(tmp_path).warnings)
+
+
+@pytest.mark.parametrize(("stage", "is_told"), [("dpo", True), ("ppo", True), ("rm", True), ("kto", True),
+                                                ("sft", False), ("pt", False)])  # fmt: skip
+def test_llama_factory_tells_that_its_stage_takes_more_than_one_pass(tmp_path: Path, stage: str, is_told: bool) -> None:
+    warnings = " ".join(llama_factory(tmp_path, stage=stage).warnings)
+    assert (f"stage {stage}: predicted as one forward and backward pass" in warnings) is is_told
+
+
+@pytest.mark.parametrize(
+    ("changes", "mode"),
+    [
+        ({"fsdp_config": {"activation_checkpointing": True}}, "full"),
+        ({"fsdp_config": {"fsdp_activation_checkpointing": True}, "gradient_checkpointing": False}, "full"),
+        ({"fsdp_config": {"activation_checkpointing": False}, "gradient_checkpointing": True}, "full"),
+        ({"fsdp_config": {"activation_checkpointing": False}}, "none"),
+        ({}, "none"),
+    ],
+)
+def test_axolotl_recomputes_by_its_trainer_or_by_fsdp(tmp_path: Path, changes: Mapping[str, Any], mode: str) -> None:
+    assert field(axolotl(tmp_path, **changes).merged(_SET).job, "parallel.recompute.mode") == mode
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"gradient_checkpointing": "offload"}, "gradient_checkpointing 'offload'"),
+        ({"gradient_checkpointing": "offload_disk"}, "gradient_checkpointing 'offload_disk'"),
+        ({"gradient_checkpointing": True, "activation_offloading": "legacy"}, "activation_offloading 'legacy'"),
+    ],
+)
+def test_checkpoints_in_host_memory_are_recomputed_and_told(
+    tmp_path: Path, changes: Mapping[str, Any], told: str
+) -> None:
+    files = axolotl(tmp_path, **changes)
+    assert field(files.merged(_SET).job, "parallel.recompute.mode") == "full"
+    assert f"{told}: the offload to host memory is not predicted" in " ".join(files.warnings)
+
+
+def test_another_word_for_checkpointing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="gradient_checkpointing: got 'sometimes'; expected true or false"):
+        axolotl(tmp_path, gradient_checkpointing="sometimes").merged(_SET)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "data", "sharding", "shard_size"),
+    [
+        ({"expert_parallel_size": 2, "dp_shard_size": 2}, 4, 4, "zero3", None),
+        ({"expert_parallel_size": 2, "dp_shard_size": 2, "context_parallel_size": 2}, 8, 4, "zero3", None),
+        ({"expert_parallel_size": 2, "dp_shard_size": 2, "dp_replicate_size": 2}, 8, 8, "hsdp", 4),
+        ({"expert_parallel_size": 8, "dp_shard_size": 1}, 8, 8, "zero3", None),
+    ],
+)
+def test_axolotl_ranks_of_experts_are_data_parallel_too(
+    tmp_path: Path, changes: Mapping[str, Any], gpus: int, data: int, sharding: str, shard_size: int | None
+) -> None:
+    files = axolotl(tmp_path, base_model="Qwen/Qwen3-30B-A3B", **_FSDP2, **changes)
+    job = files.merged({**_SET, "cluster.num_gpus": str(gpus)}).job
+    assert (job.parallel.data, job.parallel.expert) == (data, changes["expert_parallel_size"])
+    assert (job.parallel.sharding, job.parallel.shard_size) == (sharding, shard_size)
+    assert job.batch.global_batch_size == 2 * data
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"lora_target_linear": True}, "lora_target_linear True"),
+        ({"lora_target_modules": ["q_proj"], "lora_target_linear": True}, "lora_target_linear True"),
+        ({"lora_target_modules": ["q_proj", "w1", "w2"]}, "lora_target_modules"),
+        ({"lora_target_parameters": ["mlp.experts.down_proj"]}, "lora_target_parameters"),
+    ],
+)
+def test_adapters_of_experts_are_told_and_left_out(tmp_path: Path, changes: Mapping[str, Any], told: str) -> None:
+    files = axolotl(tmp_path, base_model="mistralai/Mixtral-8x7B-v0.1", adapter="qlora", lora_r=32, **changes)
+    lora = files.merged(_SET).job.model.lora
+    assert lora is not None
+    assert (lora.rank, lora.targets) == (32, "attention")
+    (warning,) = (line for line in files.warnings if "adapters of experts are not modelled" in line)
+    assert told in warning
+
+
+def test_llama_factory_leaves_out_adapters_of_experts_too(tmp_path: Path) -> None:
+    files = llama_factory(tmp_path, model_name_or_path="mistralai/Mixtral-8x7B-v0.1")
+    lora = files.merged(_SET).job.model.lora
+    assert lora is not None
+    assert lora.targets == "attention"
+    assert any("lora_target 'all': adapters of experts are not modelled" in line for line in files.warnings)
+
+
+@pytest.mark.parametrize("modules", [["q_proj", "v_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"]])
+def test_adapters_of_attention_are_taken_beside_experts(tmp_path: Path, modules: list[str]) -> None:
+    files = axolotl(tmp_path, base_model="mistralai/Mixtral-8x7B-v0.1", adapter="lora", lora_r=8,
+                    lora_target_modules=modules)  # fmt: skip
+    assert not any("adapters of experts" in line for line in files.warnings)
+
+
+def test_every_linear_is_adapted_beside_modules_that_are_named(tmp_path: Path) -> None:
+    lora = axolotl(tmp_path, **_LORA, lora_target_modules=["q_proj"]).merged(_SET).job.model.lora
+    assert lora is not None
+    assert lora.targets == "attention_and_mlp"
+
+
+def test_axolotl_accumulates_to_its_batch_size(tmp_path: Path) -> None:
+    assert axolotl(tmp_path, batch_size=8).merged(_SET).job.batch.global_batch_size == 2 * 4 * 8
+    stated = axolotl(tmp_path, batch_size=8, gradient_accumulation_steps=3)
+    assert stated.merged(_SET).job.batch.global_batch_size == 2 * 3 * 8
+    with pytest.raises(JobError, match="batch_size: got 1; expected at least micro_batch_size 2"):
+        axolotl(tmp_path, batch_size=1).merged(_SET)
