@@ -171,12 +171,14 @@ READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
         "model.num_layers": 32, "model.vocab_size": 128256, "batch.seq_length": 2048, "batch.micro_batch_size": 1,
         "batch.global_batch_size": 32, "parallel.tensor": 2, "parallel.data": 8, "parallel.sharding": "hsdp",
         "parallel.shard_size": 4, "parallel.recompute.mode": "full", "precision.preset": "bf16_mixed",
-        "precision.grad_reduce": "bf16", "precision.param_gather": "bf16", "cluster.num_nodes": 2,
-        "cluster.gpus_per_node": 8, "software.attention": "flash"}),
+        "precision.grad_reduce": "bf16", "precision.param_gather": "bf16", "precision.params": "bf16",
+        "precision.main_params": "none", "cluster.num_nodes": 2, "cluster.gpus_per_node": 8,
+        "software.attention": "flash"}),
     "LLaMA-Factory: adapters": ("llama_factory.yaml", _GPUS, {
         "model.num_layers": 28, "model.lora.rank": 8, "model.lora.targets": "attention_and_mlp",
         "batch.seq_length": 4096, "batch.micro_batch_size": 2, "batch.global_batch_size": 128,
-        "precision.preset": "bf16_mixed", "parallel.recompute.mode": "full", "software.attention": "flash"}),
+        "precision.preset": "bf16_mixed", "precision.params": "bf16", "parallel.recompute.mode": "full",
+        "software.attention": "flash"}),
     "accelerate: quoted booleans, no model": ("accelerate.yaml", {
         **_GPU, "model.preset": "llama3-8b", "batch.seq_length": "2048", "batch.micro_batch_size": "1",
         "batch.gradient_accumulation_steps": "2"}, {

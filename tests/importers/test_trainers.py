@@ -12,6 +12,7 @@ import yaml
 
 from dataset_builder.job.errors import JobError
 from dataset_builder.job.importers.formats import ImportedFiles
+from dataset_builder.job.precision import PrecisionPolicy
 from tests.importers.test_formats import field
 
 _FILES = Path(__file__).parent / "files"
@@ -32,6 +33,60 @@ def llama_factory(folder: Path, **changes: Any) -> ImportedFiles:
     path = folder / "llama_factory.yaml"
     path.write_text(json.dumps({**yaml.safe_load((_FILES / "llama_factory.yaml").read_text()), **changes}))
     return ImportedFiles.read([str(path)])
+
+
+def precision(files: ImportedFiles) -> PrecisionPolicy:
+    return files.merged(_SET).job.resolved().precision
+
+
+@pytest.mark.parametrize("changes", [{}, _FSDP2, {"fsdp_config": {"fsdp_version": 2}}], ids=str)
+def test_axolotl_trains_the_16_bit_weights_that_it_loads(tmp_path: Path, changes: Mapping[str, Any]) -> None:
+    files = axolotl(tmp_path, **changes)
+    policy = precision(files)
+    assert (policy.preset, policy.params, policy.main_params) == ("bf16_mixed", "bf16", "none")
+    assert (policy.grad_accum, policy.grad_reduce, policy.optimizer_state) == ("bf16", "bf16", "bf16")
+    assert "weights are loaded in bf16" in files.merged(_SET).origins["precision.params"]
+    assert precision(axolotl(tmp_path, **changes, bf16=False, fp16=True)).params == "fp16"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"fsdp": ["full_shard"], "fsdp_config": {"fsdp_version": 1}}, {"bf16": False}], ids=str
+)
+def test_axolotl_trains_in_fp32_what_fsdp_1_casts_or_nothing_narrows(
+    tmp_path: Path, changes: Mapping[str, Any]
+) -> None:
+    policy = precision(axolotl(tmp_path, **changes))
+    assert (policy.params, policy.main_params, policy.optimizer_state) == ("fp32", "none", "fp32")
+
+
+@pytest.mark.parametrize(("key", "preset"), [("bfloat16", "bf16"), ("float16", "fp16")])
+def test_axolotl_in_16_bits_without_autocast(tmp_path: Path, key: str, preset: str) -> None:
+    files = axolotl(tmp_path, bf16=False, fp16=False, **{key: True})
+    assert (precision(files).preset, precision(files).params) == (preset, preset)
+
+
+@pytest.mark.parametrize("changes", [{}, {"fsdp": ["full_shard"], "fsdp_config": {"fsdp_version": 1}}, _FSDP2], ids=str)
+def test_frozen_weights_beside_adapters_stay_in_16_bits(tmp_path: Path, changes: Mapping[str, Any]) -> None:
+    files = axolotl(tmp_path, **_LORA, **changes)
+    assert (precision(files).params, precision(files).main_params) == ("bf16", "fp32")
+    assert "frozen weights" in files.merged(_SET).origins["precision.params"]
+
+
+def test_llama_factory_freezes_16_bits_and_trains_fp32(tmp_path: Path) -> None:
+    frozen, full = llama_factory(tmp_path), llama_factory(tmp_path, finetuning_type="full")
+    assert (precision(frozen).params, precision(frozen).main_params) == ("bf16", "fp32")
+    assert (precision(full).params, precision(full).main_params) == ("fp32", "none")
+
+
+def test_deepspeed_keeps_the_weights_beside_adapters_as_it_says(tmp_path: Path) -> None:
+    """Both files speak of the weights; DeepSpeed's knows better and does not contradict."""
+    path = tmp_path / "axolotl.yaml"
+    for changes in ({}, _LORA):
+        path.write_text(json.dumps({**_AXOLOTL, **changes, "gradient_accumulation_steps": 1, "deepspeed": "ds.json"}))
+        beside = tmp_path / "ds.json"
+        beside.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}))
+        policy = ImportedFiles.read([str(path), str(beside)]).merged(_SET).job.precision
+        assert (policy.params, policy.main_params, policy.optimizer_state) == ("bf16", "fp32", "fp32")
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto", "orpo", "grpo"])

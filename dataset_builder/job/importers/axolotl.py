@@ -46,6 +46,7 @@ def read(file: ConfigFile) -> Reading:
     _read_layout(draft)
     _read_recompute(draft)
     _read_adapter(draft)
+    _read_weights(draft)
     _read_software(draft)
     if (method := draft.text("rl")) is not None:
         warn_preferences(draft, "rl", method)
@@ -84,6 +85,18 @@ def read_amp(draft: Draft, bf16: str, fp16: str, tf32: str) -> None:
         draft.default("precision.preset", name, f"{bf16} and {fp16} are off")
 
 
+def loaded_format(draft: Draft) -> str | None:
+    """The 16-bit format of autocast, which these trainers load the weights in; ``None`` in fp32."""
+    return {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}.get(str(draft.get("precision.preset")))
+
+
+def default_frozen_weights(draft: Draft) -> None:
+    """Beside adapters, which are trained in fp32, the weights stay in 16 bits, as they are loaded."""
+    if low := loaded_format(draft):
+        draft.default("precision.params", low, "frozen weights are loaded in 16 bits")
+        draft.default("precision.main_params", "fp32", "adapters are trained in fp32")
+
+
 def warn_preferences(draft: Draft, key: str, value: str) -> None:
     """Preferences and rewards take more passes than the one that is predicted."""
     draft.warn(
@@ -106,13 +119,35 @@ def _read_accumulation(draft: Draft) -> None:
 
 
 def _read_precision(draft: Draft) -> None:
-    """``bf16`` is ``auto`` unless something else is said: on, where the GPU has it; ``full`` only adds evaluation."""
+    """``bf16`` is ``auto`` unless something else is said: on, where the GPU has it; ``full`` only adds evaluation.
+
+    ``bfloat16`` and ``float16`` are weights in 16 bits without autocast.
+    """
     word = str(draft.raw("bf16") or ("auto" if draft.raw("bf16") is None else "")).lower()
+    pure = next((key for key in ("bfloat16", "float16") if draft.flag(key)), None)
     if word == "full" or (word == "auto" and not draft.flag("fp16")):
         draft.state("precision.preset", "bf16_mixed", "bf16", note=word)
-        draft.understood("fp16", "tf32")
+        draft.understood("fp16", "tf32", "bfloat16", "float16")
+    elif pure and not draft.flag("bf16") and not draft.flag("fp16"):
+        draft.state("precision.preset", {"bfloat16": "bf16", "float16": "fp16"}[pure], pure)
+        draft.understood("tf32")
     else:
         read_amp(draft, "bf16", "fp16", "tf32")
+
+
+def _read_weights(draft: Draft) -> None:
+    """Weights are loaded in the 16 bits that are computed in, and trained so: gradients and states follow them.
+
+    DeepSpeed keeps fp32 master weights, and FSDP 1 casts what it trains to fp32; axolotl's FSDP 2 does not.
+    """
+    low, sharding = loaded_format(draft), draft.get("parallel.sharding")  # which is open under DeepSpeed
+    version = draft.text("fsdp_version", "fsdp_config.fsdp_version") or "1"
+    if "lora" in (draft.text("adapter") or ""):
+        default_frozen_weights(draft)
+    elif low and (sharding == "none" or (sharding is not None and version == "2")):
+        for path in ("params", "grad_accum", "grad_reduce", "optimizer_state"):
+            draft.default(f"precision.{path}", low, f"weights are loaded in {low} and trained in it")
+        draft.default("precision.main_params", "none", f"weights are loaded in {low} and trained in it")
 
 
 def _read_recompute(draft: Draft) -> None:

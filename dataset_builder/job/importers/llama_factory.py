@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataset_builder.job.importers.accelerate import read_fsdp_formats
 from dataset_builder.job.importers.axolotl import (
+    default_frozen_weights,
     names_mlp,
     read_amp,
     read_named_model,
@@ -97,6 +98,7 @@ def _read_adapter(draft: Draft) -> None:
         draft.state("model.lora.rank", rank or 8, "lora_rank", "finetuning_type")
         is_wide = names_mlp(draft.raw("lora_target") or "all")
         state_targets(draft, ["lora_target"] if is_wide else [], "lora_target", "finetuning_type")
+        default_frozen_weights(draft)
     elif kind != "full":
         draft.warn(f"finetuning_type {kind[:30]} is not modelled; predicted as training every weight")
     if draft.has("quantization_bit"):
