@@ -21,6 +21,7 @@ _AXOLOTL = {"base_model": "meta-llama/Llama-3.1-8B", "datasets": [{"path": "some
             "micro_batch_size": 2, "bf16": "auto", "optimizer": "adamw_torch"}  # fmt: skip
 _LORA = {"adapter": "lora", "lora_r": 16, "lora_target_linear": True}
 _FSDP2 = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
+_FP8 = {"fp8": True, "fp8_enable_fsdp_float8_all_gather": True}
 
 
 def axolotl(folder: Path, **changes: Any) -> ImportedFiles:
@@ -194,6 +195,18 @@ def test_every_linear_is_adapted_beside_modules_that_are_named(tmp_path: Path) -
     lora = axolotl(tmp_path, **_LORA, lora_target_modules=["q_proj"]).merged(_SET).job.model.lora
     assert lora is not None
     assert lora.targets == "attention_and_mlp"
+
+
+def test_fp8_over_fsdp_gathers_in_fp8_and_reduces_as_fsdp_does(tmp_path: Path) -> None:
+    sharded = llama_factory(tmp_path, finetuning_type="full", fsdp="full_shard", **_FP8)
+    for files, params in ((axolotl(tmp_path, **_FSDP2, **_FP8), "bf16"), (sharded, "fp32")):
+        policy = files.merged(_SET).job.precision
+        assert (policy.preset, policy.param_gather, policy.grad_reduce) == ("fp8_tensorwise", "fp8", "bf16")
+        assert precision(files).params == params
+    plain = llama_factory(tmp_path, finetuning_type="full", fsdp="full_shard", fp8=True)
+    assert plain.merged(_SET).job.precision.param_gather == "bf16"
+    unsharded = llama_factory(tmp_path, finetuning_type="full", **_FP8)
+    assert unsharded.merged(_SET).job.precision.param_gather is None
 
 
 def test_axolotl_accumulates_to_its_batch_size(tmp_path: Path) -> None:

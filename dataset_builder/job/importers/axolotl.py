@@ -40,13 +40,11 @@ def read(file: ConfigFile) -> Reading:
     draft.take("batch.micro_batch_size", "micro_batch_size")
     _read_accumulation(draft)
     _read_precision(draft)
-    if draft.flag("fp8"):
-        draft.state("precision.preset", "fp8_tensorwise", "fp8")
-        draft.warn_mixed("bf16", "fp8", "fp8_tensorwise")
     _read_layout(draft)
     _read_recompute(draft)
     _read_adapter(draft)
     _read_weights(draft)
+    read_fp8(draft)
     _read_software(draft)
     if (method := draft.text("rl")) is not None:
         warn_preferences(draft, "rl", method)
@@ -83,6 +81,17 @@ def read_amp(draft: Draft, bf16: str, fp16: str, tf32: str) -> None:
     elif not any(draft.has(key) and draft.flag(key) is None for key in (bf16, fp16)):
         name = "tf32" if draft.flag(tf32) else "fp32"
         draft.default("precision.preset", name, f"{bf16} and {fp16} are off")
+
+
+def read_fp8(draft: Draft) -> None:
+    """fp8 linears over the formats that are read already, which FSDP keeps for everything else."""
+    gathers = draft.flag("fp8_enable_fsdp_float8_all_gather")
+    if not draft.flag("fp8"):
+        return
+    draft.state("precision.preset", "fp8_tensorwise", "fp8")
+    draft.warn_mixed("bf16", "fp8", "fp8_tensorwise")
+    if gathers and draft.get("parallel.sharding") in ("zero2", "zero3", "hsdp"):
+        draft.state("precision.param_gather", "fp8", "fp8_enable_fsdp_float8_all_gather")
 
 
 def loaded_format(draft: Draft) -> str | None:

@@ -7,6 +7,7 @@ from dataset_builder.job.importers.axolotl import (
     default_frozen_weights,
     names_mlp,
     read_amp,
+    read_fp8,
     read_named_model,
     read_optimizer,
     state_targets,
@@ -49,11 +50,9 @@ def read(file: ConfigFile) -> Reading:
         draft.raw("bf16", "fp16", "tf32")
     else:
         read_amp(draft, "bf16", "fp16", "tf32")
-    if draft.flag("fp8"):
-        draft.state("precision.preset", "fp8_tensorwise", "fp8")
-        draft.warn_mixed("bf16", "fp8", "fp8_tensorwise")
     _read_sharding(draft)
     _read_adapter(draft)
+    read_fp8(draft)
     stage = draft.text("stage") or "sft"
     if stage not in ("sft", "pt"):
         warn_preferences(draft, "stage", stage)
