@@ -15,9 +15,17 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from dataset_builder.job.values import Count, Frozen
+from dataset_builder.job.values import Count, Frozen, in_unit
 
 Positive = Annotated[float, Field(gt=0)]
+# Far below the slowest CPU core and the slowest network: less is a figure in GB, TFLOP/s or microseconds.
+FlopsPerS = Annotated[float, Field(gt=0), in_unit("FLOP/s", "989e12", least=1e9)]
+MemoryBytes = Annotated[float, Field(gt=0), in_unit("bytes", "80e9", least=1e8)]
+MemoryBytesPerS = Annotated[float, Field(gt=0), in_unit("bytes/s", "3.35e12", least=1e8)]
+CacheBytes = Annotated[float, Field(gt=0), in_unit("bytes", "50e6", least=1e3)]
+Hertz = Annotated[float, Field(gt=0), in_unit("Hz", "1.5e9", least=1e6)]
+LinkBytesPerS = Annotated[float, Field(gt=0), in_unit("bytes/s in one direction", "50e9", least=1e6)]
+Latency = Annotated[float, Field(ge=0), in_unit("seconds", "4e-6", most=1.0)]
 PeakFormat = Literal[
     "fp64", "fp32", "tf32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp4", "nvfp4", "int8"
 ]  # fmt: skip
@@ -35,12 +43,12 @@ class DeviceSpec(Frozen):
     vendor: Literal["nvidia", "amd", "intel", "cpu", "other"] = "other"
     architecture: str = "unknown"
     compute_capability: float = 0.0
-    peak_flops_per_s: dict[PeakFormat, Positive]
-    hbm_bytes: Positive
-    hbm_bytes_per_s: Positive
-    l2_bytes: Positive = 40e6
+    peak_flops_per_s: dict[PeakFormat, FlopsPerS]
+    hbm_bytes: MemoryBytes
+    hbm_bytes_per_s: MemoryBytesPerS
+    l2_bytes: CacheBytes = 40e6
     num_sms: Count = 100
-    clock_hz: Positive = 1.5e9
+    clock_hz: Hertz = 1.5e9
     power_w: Positive = 400.0
     intra_node: str | None = None
     inter_node: str | None = None
@@ -81,8 +89,8 @@ class LinkSpec(Frozen):
     """
 
     name: str = "link"
-    bytes_per_s_per_gpu: Positive
-    latency_s: Annotated[float, Field(ge=0)] = 5e-6
+    bytes_per_s_per_gpu: LinkBytesPerS
+    latency_s: Latency = 5e-6
     domain_size: Count | None = None
     beyond_domain: str | None = None
     source: str = "job file"

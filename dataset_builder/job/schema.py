@@ -32,16 +32,16 @@ from dataset_builder.job.model import ModelSpec
 from dataset_builder.job.parallel import FOLDED_SCHEDULES, ParallelPlan, Recompute
 from dataset_builder.job.precision import PrecisionPolicy, resolve_precision
 from dataset_builder.job.reasons import reasons_of, shown
-from dataset_builder.job.values import Count, Frozen, WalkedCount
+from dataset_builder.job.values import Count, Frozen, WalkedCount, in_unit
 
 
 class BatchSpec(Frozen):
     """Batch sizes in sequences; ``target_seq_length`` is the decoder's length in an encoder-decoder."""
 
-    seq_length: Count
+    seq_length: Annotated[Count, in_unit("tokens", "8192")]
     micro_batch_size: Count
     global_batch_size: Count
-    target_seq_length: Count | None = None
+    target_seq_length: Annotated[Count, in_unit("tokens", "512")] | None = None
 
 
 class ClusterSpec(Frozen):
@@ -149,7 +149,7 @@ class OptimizerSpec(Frozen):
 class TrainingLength(Frozen):
     """How long to train, in exactly one unit; gives total time and cost."""
 
-    tokens: Annotated[float, Field(gt=0)] | None = None
+    tokens: Annotated[float, Field(gt=0), in_unit("tokens", "15e12")] | None = None
     steps: Annotated[float, Field(gt=0)] | None = None
     samples: Annotated[float, Field(gt=0)] | None = None
 

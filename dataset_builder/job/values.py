@@ -1,7 +1,9 @@
-"""Field types shared by every part of a job: counts written as ``4096``, ``"4096"`` or ``1e12``, and frozen models."""
+"""Field types shared by every part of a job: counts written as ``4096``, ``"4096"`` or ``1e12``, quantities with their
+unit and what they may plausibly be, and frozen models."""
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -20,6 +22,26 @@ def whole_number(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         return int(value)
     return value
+
+
+def in_unit(unit: str, example: str, least: float = -math.inf, most: float = math.inf) -> BeforeValidator:
+    """A field in plain ``unit``: "80GB", and 80 where it is meant in GB, are told what the field is in.
+
+    ``least`` and ``most`` only tell a wrong unit from a small device: what no hardware that trains a model has.
+    """
+
+    def read(value: Any) -> Any:
+        try:
+            number = float(value) if isinstance(value, (str, int, float)) else None
+        except OverflowError:
+            number = math.inf
+        except ValueError:
+            raise ValueError(f"expected {unit}, e.g. {example}") from None
+        if number is not None and (number < least or most < number < math.inf):
+            raise ValueError(f"expected {unit}, e.g. {example}")
+        return value
+
+    return BeforeValidator(read)
 
 
 Count = Annotated[int, BeforeValidator(whole_number), Field(ge=1, le=2**62)]

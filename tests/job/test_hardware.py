@@ -1,8 +1,13 @@
 """The catalogue: every entry validates, names its source, and gives dense peaks."""
 
+from typing import Any
+
 import pytest
+from pydantic import ValidationError
 
 from dataset_builder.job.hardware import DeviceSpec, device, device_names, link, link_names
+from dataset_builder.job.reasons import reasons_of
+from dataset_builder.job.schema import ClusterSpec
 
 ISSUE_DEVICES = [
     "V100-SXM2-16GB", "V100-SXM2-32GB", "V100-SXM3-32GB", "V100-PCIe-16GB", "V100-PCIe-32GB", "T4-16GB", "A10-24GB",
@@ -112,6 +117,40 @@ def test_unknown_names_carry_the_nearest() -> None:
     with pytest.raises(KeyError, match="H100-SXM5-80GB"):
         device("H100-SXM6")
     assert device("h100") == device("H100-SXM5-80GB")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("hbm_bytes", 80, "got 80; expected bytes, e.g. 80e9"),
+        ("hbm_bytes", "80GB", "got '80GB'; expected bytes, e.g. 80e9"),
+        ("hbm_bytes", 80e3, "expected bytes"),
+        ("hbm_bytes", 10**400, "expected a"),
+        ("hbm_bytes_per_s", 3.35, "got 3.35; expected bytes/s, e.g. 3.35e12"),
+        ("hbm_bytes_per_s", "3.35 TB/s", "got '3.35 TB/s'; expected bytes/s, e.g. 3.35e12"),
+        ("peak_flops_per_s.bf16", 800, "got 800; expected FLOP/s, e.g. 989e12"),
+        ("peak_flops_per_s.bf16", "800 TFLOPS", "got '800 TFLOPS'; expected FLOP/s, e.g. 989e12"),
+        ("l2_bytes", "50", "got '50'; expected bytes, e.g. 50e6"),
+        ("clock_hz", 1.7, "got 1.7; expected Hz, e.g. 1.5e9"),
+        ("intra_node.bytes_per_s_per_gpu", 450, "got 450; expected bytes/s in one direction, e.g. 50e9"),
+        ("intra_node.latency_s", 4, "got 4; expected seconds, e.g. 4e-6"),
+        ("intra_node.latency_s", "4us", "got '4us'; expected seconds, e.g. 4e-6"),
+    ],
+)
+def test_figures_in_another_unit_are_told_the_fields_own(key: str, value: Any, expected: str) -> None:
+    gpu: dict[str, Any] = {
+        "peak_flops_per_s": {"fp32": 4e9}, "hbm_bytes": "1e8", "hbm_bytes_per_s": 1e9, "l2_bytes": 2**20,
+    }  # fmt: skip
+    link_of_node: dict[str, Any] = {"bytes_per_s_per_gpu": 1e6, "latency_s": 0.0}
+    ClusterSpec.model_validate({"gpu": gpu, "intra_node": link_of_node})  # a small device is one
+    *parents, field = key.split(".")
+    owner = link_of_node if parents == ["intra_node"] else gpu["peak_flops_per_s"] if parents else gpu
+    owner[field] = value
+    with pytest.raises(ValidationError) as caught:
+        ClusterSpec.model_validate({"gpu": gpu, "intra_node": link_of_node})
+    (reason,) = reasons_of(caught.value, ClusterSpec)
+    assert reason.startswith(key if parents == ["intra_node"] else f"gpu.{key}")
+    assert expected in reason
 
 
 def test_a_specification_needs_its_full_precision_peak() -> None:

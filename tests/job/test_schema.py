@@ -86,6 +86,8 @@ def test_every_mistake_is_reported_at_once_with_its_key_path() -> None:
         (job(cluster={"gpu": "A100", "num_nodes": 2, "inter_node": "none"}), "cluster.inter_node: got 'none' with 2"),
         (job(cluster={"gpu": "A100", "num_nodes": float("inf")}), "cluster.num_nodes: got inf"),
         (job(price={"usd_per_gpu_hour": float("nan")}), "price.usd_per_gpu_hour: got nan; expected a finite number"),
+        (job(training={"tokens": "15T"}), "training.tokens: got '15T'; expected tokens, e.g. 15e12"),
+        (job(batch={"seq_length": "8k"}), "batch.seq_length: got '8k'; expected tokens, e.g. 8192"),
         (job(assumed=["nothing"]), "assumed: unknown key"),
     ],
 )
