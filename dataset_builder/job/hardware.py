@@ -109,7 +109,7 @@ def _known_link(name: str | None) -> str | None:
     try:
         return name and canonical_link(name)
     except KeyError as error:
-        hint = f" (did you mean {error.args[0]}?)" if error.args[0] else f"; it has {', '.join(link_names())}"
+        hint = f" (did you mean {error.args[0]}?)" if error.args[0] else ", e.g. nvlink4 or ib-ndr-8x400"
         raise ValueError(f"expected a link of the catalogue{hint}") from None
 
 
@@ -120,6 +120,10 @@ _EMULATED_BY: dict[str, tuple[str, ...]] = {
     "fp8_e4m3": ("bf16", "fp16"),
     "fp8_e5m2": ("bf16", "fp16"),
 }
+
+
+# What tables say of measured runs; nobody who describes a cluster means it.
+_ONLY_IN_TABLES = ("none", "unknown", "nvlink5 (NVL72 domain)", "nvl72")
 
 
 @functools.cache
@@ -204,7 +208,8 @@ def _canonical(name: str, section: str, alias_section: str) -> str:
     if key in folded:
         return folded[key]
     near = difflib.get_close_matches(key, folded, n=5, cutoff=0.5)
-    raise KeyError(", ".join(dict.fromkeys(folded[match] for match in near)))
+    named = dict.fromkeys(folded[match] for match in near)
+    raise KeyError(", ".join(each for each in named if each not in _ONLY_IN_TABLES))
 
 
 def _folded(name: str) -> str:

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from dataset_builder.job.errors import suggestion
 from dataset_builder.job.formats import LinearFormat, StorageFormat
 from dataset_builder.job.reasons import shown
+from dataset_builder.job.spellings import value_hint
 from dataset_builder.job.values import CountOrZero, Frozen
 
 
@@ -58,7 +58,7 @@ class PrecisionPolicy(Frozen):
             return data
         name = data["preset"]
         if not isinstance(name, str) or name not in PRECISION_PRESETS:
-            near = suggestion(str(name), tuple(PRECISION_PRESETS))
+            near = value_hint("precision", name, tuple(PRECISION_PRESETS))
             raise ValueError(f"preset: got {shown(name)}; expected one of {', '.join(PRECISION_PRESETS)}{near}")
         return {**PRECISION_PRESETS[name], **{key: value for key, value in data.items() if value is not None}}
 

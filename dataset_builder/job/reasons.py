@@ -8,6 +8,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from dataset_builder.job.errors import suggestion
+from dataset_builder.job.presets import preset_names
+from dataset_builder.job.spellings import key_hint, value_hint
 
 _EXPECTED = {
     "int_parsing": "a whole number such as 4096",
@@ -66,17 +68,30 @@ def _explain(detail: dict[str, Any], root: type[BaseModel]) -> str:
         return "missing; expected a value"
     if kind == "extra_forbidden":
         *parents, key = detail["loc"]
-        known = [*(_WAYS_TO_A_MODEL if parents == ["model"] else ()), *_keys_at(root, parents)]
+        known = _known_at(root, parents)
+        sections = {name: _known_at(root, [name]) for name in root.model_fields}
+        hint = key_hint([str(part) for part in parents], str(key), sections)
+        if hint is not None:
+            return f"unknown key; {hint}"
         return f"unknown key{suggestion(str(key), known)}; expected one of {', '.join(known)}"
     if kind in _LIMITS:
         words, name = _LIMITS[kind]
         return f"got {shown(value)}; expected {words} {context[name]}"
     if kind == "literal_error":
         options = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
-        return f"got {shown(value)}; expected one of {', '.join(options)}{suggestion(str(value), options)}"
+        near = value_hint(str(detail["loc"][-1]), value, options)
+        return f"got {shown(value)}; expected one of {', '.join(options)}{near}"
+    if kind == "model_type" and detail["loc"] == ("model",) and isinstance(value, str):
+        named = value if value in preset_names() else "llama3-8b"
+        return f"got {shown(value)}; expected a mapping, e.g. {{preset: {named}}}"
     if kind in _EXPECTED:
         return f"got {shown(value)}; expected {_EXPECTED[kind]}"
     return f"got {shown(value)}; {detail['msg']}"
+
+
+def _known_at(root: type[BaseModel], parents: Sequence[int | str]) -> list[str]:
+    """The keys that may be written at a path."""
+    return [*(_WAYS_TO_A_MODEL if list(parents) == ["model"] else ()), *_keys_at(root, parents)]
 
 
 def _keys_at(root: type[BaseModel], parents: Sequence[int | str]) -> list[str]:

@@ -26,7 +26,6 @@ from dataset_builder.job.hardware import (
     device,
     device_names,
     link,
-    link_names,
 )
 from dataset_builder.job.model import ModelSpec
 from dataset_builder.job.parallel import FOLDED_SCHEDULES, ParallelPlan, Recompute
@@ -79,7 +78,8 @@ class ClusterSpec(Frozen):
         try:
             return device(value)
         except KeyError as error:
-            raise ValueError(_unknown("device", error, device_names())) from None
+            every = f"; the catalogue has {', '.join(device_names())}"
+            raise ValueError(_unknown("device", error, every)) from None
 
     @field_validator("intra_node", "inter_node", mode="before")
     @classmethod
@@ -89,7 +89,8 @@ class ClusterSpec(Frozen):
         try:
             return link(value, info.data.get("gpus_per_node", 8))
         except KeyError as error:
-            raise ValueError(_unknown("link", error, link_names())) from None
+            own = ", e.g. {bytes_per_s_per_gpu: 50e9, latency_s: 6e-6} for 400 Gb/s a GPU"
+            raise ValueError(_unknown("link", error, own)) from None
 
     @model_validator(mode="after")
     def _nodes_are_joined(self) -> ClusterSpec:
@@ -102,12 +103,12 @@ class ClusterSpec(Frozen):
         return self.num_nodes * self.gpus_per_node
 
 
-def _unknown(what: str, error: KeyError, known: tuple[str, ...]) -> str:
-    """Names the nearest catalogue entries, or all of them when none is near."""
+def _unknown(what: str, error: KeyError, otherwise: str) -> str:
+    """Names the nearest catalogue entries; ``otherwise`` is said when none is near."""
     near = error.args[0]
     if near:
         return f"expected a {what} of the catalogue or its specification (did you mean {near}?)"
-    return f"expected a {what} of the catalogue or its specification; the catalogue has {', '.join(known)}"
+    return f"expected a {what} of the catalogue or its specification{otherwise}"
 
 
 class SoftwareStack(Frozen):

@@ -88,11 +88,42 @@ def test_every_mistake_is_reported_at_once_with_its_key_path() -> None:
         (job(price={"usd_per_gpu_hour": float("nan")}), "price.usd_per_gpu_hour: got nan; expected a finite number"),
         (job(training={"tokens": "15T"}), "training.tokens: got '15T'; expected tokens, e.g. 15e12"),
         (job(batch={"seq_length": "8k"}), "batch.seq_length: got '8k'; expected tokens, e.g. 8192"),
+        (job(parallel={"tp": 4}), "parallel.tp: unknown key; parallel.tensor is meant"),
+        (job(parallel={"pp": 4, "cp": 2}), "parallel.cp: unknown key; parallel.context is meant"),
+        (job(parallel={"tensor-model-parallel-size": 4}), "unknown key; parallel.tensor is meant"),
+        (job(parallel={"tensor_parallel_size": 4}), "parallel.tensor_parallel_size: unknown key; parallel.tensor is"),
+        (job(parallel={"expert_model_parallel_size": 4}), "unknown key; parallel.expert is meant"),
+        (job(parallel={"data_parallel_size": 4}), "unknown key; parallel.data is meant"),
+        (job(cluster={"gpu": "H100", "num_gpus": 16}), "cluster.num_gpus: unknown key; give cluster.num_nodes and"),
+        (job(preset="llama3-8b"), "preset: unknown key; it belongs under model or precision"),
+        (job(seq_length=8192), "seq_length: unknown key; it belongs under batch"),
+        (job(cluster={"gpu": "H100", "tensor": 2}), "cluster.tensor: unknown key; it belongs under parallel"),
+        (job(model="gpt2-small"), "e.g. {preset: gpt2-small}"),
+        (job(model="my-model"), "e.g. {preset: llama3-8b}"),
+        (job(parallel={"sharding": 3}), "hsdp (did you mean zero3?)"),
+        (job(parallel={"sharding": "zero-3"}), "(did you mean zero3"),
+        (job(precision="amp"), "(did you mean bf16_mixed, fp16_mixed?)"),
+        (job(precision="fp8"), "(did you mean fp8_mixed, fp8_tensorwise,"),
+        (job(precision="bfloat16"), "(did you mean bf16_mixed, bf16?)"),
+        (job(precision="float16"), "(did you mean fp16_mixed, fp16?)"),
+        (job(precision="float32"), "(did you mean fp32, tf32?)"),
+        (job(precision={"linear": "fp8"}), "(did you mean fp8_delayed, fp8_current, fp8_tensorwise,"),
+        (job(precision={"params": "float32"}), "(did you mean fp32?)"),
+        (job(cluster={"gpu": "H100", "inter_node": "400Gbps"}), "e.g. {bytes_per_s_per_gpu: 50e9, latency_s: 6e-6}"),
         (job(assumed=["nothing"]), "assumed: unknown key"),
     ],
 )
 def test_single_mistakes(data: Any, expected: str) -> None:
     assert expected in "\n".join(reasons(data))
+
+
+def test_an_unknown_link_is_answered_with_no_names_that_only_tables_have() -> None:
+    for written in ("400Gbps", "nvlink5-nvl", "non", "unknow"):
+        (reason,) = reasons(job(cluster={"gpu": "H100", "num_nodes": 2, "inter_node": written}))
+        assert "none" not in reason
+        assert "unknown" not in reason
+        assert "(NVL72 domain)" not in reason
+        assert len(reason) < 250
 
 
 def test_numbers_may_be_text() -> None:
