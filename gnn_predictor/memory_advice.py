@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from dataset_builder.job.errors import JobError
 from dataset_builder.job.hardware import DeviceSpec
-from dataset_builder.job.parallel import Recompute
+from dataset_builder.job.parallel import LEAST_POSITIONS, Recompute
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.layout import resolved_layout
 from dataset_builder.tracing.trace import GraphBuilder
@@ -80,7 +80,8 @@ def _advice(job: TrainingJob, fit: MemoryFit) -> str:
     found = nearest_fitting(job, fit)
     if found is None:
         return (
-            "memory: no change of sharding, recompute, micro batch, tensor, pipeline or nodes fits, nor three of them"
+            "memory: no change of sharding, recompute, micro batch, tensor, pipeline, context or nodes fits, "
+            "nor three of them"
         )
     settings, stage = found
     derived = {} if job.parallel.data is None else {"parallel.data": "null"}
@@ -148,6 +149,14 @@ def _doubled(axis: str) -> Change:
     return lambda job: {f"parallel.{axis}": 2 * getattr(job.parallel, axis)}
 
 
+def _context(times: int) -> Change:
+    def change(job: TrainingJob) -> Mapping[str, Any] | None:
+        size = times * job.parallel.context
+        return {"parallel.context": size} if job.batch.seq_length >= LEAST_POSITIONS * size else None
+
+    return change
+
+
 def _half_micro_batch(job: TrainingJob) -> Mapping[str, Any] | None:
     size = job.batch.micro_batch_size
     return {"batch.micro_batch_size": size // 2} if size > 1 and size % 2 == 0 else None
@@ -159,7 +168,8 @@ def _more_nodes(times: int) -> Change:
 
 CHANGES: tuple[Change, ...] = (
     _sharded("zero1"), _recomputed("selective"), _half_micro_batch, _sharded("zero2"), _recomputed("full"),
-    _doubled("tensor"), _doubled("pipeline"), _sharded("zero3"), _more_nodes(2), _more_nodes(4), _more_nodes(8),
+    _doubled("tensor"), _doubled("pipeline"), *(_context(2**k) for k in range(1, 6)), _sharded("zero3"),
+    _more_nodes(2), _more_nodes(4), _more_nodes(8),
 )  # fmt: skip
 """What may be changed, from what usually costs least time to what costs most."""
 

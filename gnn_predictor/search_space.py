@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from dataset_builder.job.document import JobText
 from dataset_builder.job.errors import JobError
-from dataset_builder.job.parallel import Recompute
+from dataset_builder.job.parallel import LEAST_POSITIONS, Recompute
 from dataset_builder.job.schema import TrainingJob
 from gnn_predictor.compare import read_variants
 
@@ -42,7 +42,6 @@ KEYS = (
 )
 MOST_STAGES = 32
 MOST_CHUNKS = 8
-LEAST_POSITIONS = 1024
 MOST_TOKENS = 2**17
 MOST_EXPERT_RANKS = 1024
 _DERIVED = ("parallel.data", "parallel.layers_per_stage")

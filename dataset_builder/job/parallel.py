@@ -15,6 +15,8 @@ Schedule = Literal[
 ]
 # Their two model chunks of a rank are folded to a V: the first rank embeds and has the head.
 FOLDED_SCHEDULES = ("zero_bubble_v", "dualpipe_v")
+# Positions of the sequence that a context-parallel rank has at least in any layout that is searched or advised.
+LEAST_POSITIONS = 1024
 
 
 class Overlap(Frozen):

@@ -12,7 +12,7 @@ from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.layout import resolved_layout
 from dataset_builder.tracing.trace import build_graph
 from gnn_predictor.memory import COUNTED, MemoryFit, StageMemory, peak_memory
-from gnn_predictor.memory_advice import doubts, nearest_fitting, shortages, verdict
+from gnn_predictor.memory_advice import CHANGES, doubts, nearest_fitting, shortages, verdict
 
 JobOf = Callable[..., TrainingJob]
 
@@ -66,6 +66,19 @@ def test_what_is_advised_fits_when_it_is_done(job_of: JobOf) -> None:
         {"parallel": plan, "batch": batch}[part][key] = value
     assert _need(job_of(parallel=plan, batch=batch)) == pytest.approx(found[1].total)
     assert found[1].total <= 2.5e9
+
+
+def test_a_long_sequence_is_cut_over_more_ranks(job_of: JobOf) -> None:
+    """Nothing else makes the activations of one sequence much smaller; a short one is not cut."""
+    base: dict[str, Any] = {"batch": {"seq_length": 2**17, "micro_batch_size": 1}, "software": {"framework": "nemo"}}
+    job = job_of(**base, parallel={"recompute": "full"})
+    cut = job_of(**base, parallel={"recompute": "full", "context": 4})
+    found = nearest_fitting(_on_device_of(job, _need(cut) * 1.01), COUNTED)
+    assert found is not None
+    assert found[0] == {"parallel.context": 4}
+    assert found[1].total == pytest.approx(_need(cut))
+    short = job_of(batch={"seq_length": 1024}).resolved()
+    assert [settings for change in CHANGES if "parallel.context" in (settings := change(short) or {})] == []
 
 
 def test_a_job_beyond_every_change_is_told_so(job_of: JobOf) -> None:
