@@ -342,7 +342,12 @@ def _resolved_precision(job: TrainingJob, parallel: ParallelPlan, notes: list[st
     filled = [name for name in ("params", "main_params", "grad_reduce") if getattr(job.precision, name) is None]
     if filled:
         values = ", ".join(f"{name} {getattr(policy, name)}" for name in filled)
-        notes.append(f"precision: {values} assumed from the framework (not given)")
+        if job.software.framework is not None:
+            notes.append(f"precision: {values} assumed from the framework (not given)")
+        else:
+            is_autocast = "params" in filled and policy.compute in ("fp16", "bf16")
+            what = "fp32 weights under autocast" if is_autocast else values
+            notes.append(f"precision: {what} assumed (no software.framework given)")
     return policy
 
 

@@ -244,6 +244,21 @@ def test_a_framework_has_one_spelling(written: str, name: str) -> None:
     assert spelt == plain
 
 
+@pytest.mark.parametrize(
+    ("framework", "precision", "told"),
+    [
+        (None, "bf16_mixed", "precision: fp32 weights under autocast assumed (no software.framework given)"),
+        (None, {"compute": "fp32"}, "precision: params fp32, main_params none, grad_reduce fp32 assumed (no software"),
+        ("nemo", "bf16_mixed", "precision: params bf16, main_params fp32, grad_reduce fp32 assumed from the framework"),
+    ],
+)
+def test_weights_are_assumed_from_a_framework_only_where_one_is_given(
+    framework: str | None, precision: Any, told: str
+) -> None:
+    resolved = TrainingJob.parse(job(precision=precision, software={"framework": framework})).resolved()
+    assert [line for line in resolved.assumed if line.startswith("precision: ") and told in line]
+
+
 def test_unknown_software_stays_unknown_and_what_is_traced_is_said() -> None:
     resolved = TrainingJob.parse(job(cluster={"gpu": "V100-SXM2-16GB"})).resolved()
     software = resolved.software
