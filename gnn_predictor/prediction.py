@@ -262,7 +262,7 @@ def _trace(job: TrainingJob, fit: MemoryFit, force: bool) -> _TracedJob:
     formats, short = unsupported_formats(job), shortages(memory, given, fit)
     if (formats or short) and not force:
         raise CannotRunError([*formats, *short, "--force predicts anyway"], source=job.name or "job")
-    warnings = (*formats, *short, *doubts(memory, job, fit), *_hints(job), *job.assumed)
+    warnings = (*formats, *short, *doubts(memory, job, fit), *_hints(job), *_far_tensors(layout, job), *job.assumed)
     floor = physical_floor(job, graph, layout)
     return _TracedJob(job, layout, graph, memory, featurize(job, graph, layout), warnings, floor)
 
@@ -277,6 +277,19 @@ def _hints(job: TrainingJob) -> list[str]:
     return [
         f"precision: the fp32 GEMMs run {where} {gpu.name}, at {gpu.peak('fp32') / 1e12:g} TFLOP/s at best; "
         f"tf32 would be {ratio:.3g}x faster at peak"
+    ]
+
+
+def _far_tensors(layout: RankLayout, job: TrainingJob) -> list[str]:
+    """Tensor parallelism sends messages in every layer; beyond the link inside a node they usually cost most."""
+    group, inside = layout.groups["tensor"], job.cluster.intra_node
+    if group.nodes == 1 or inside is None or group.link == inside:  # one rack's fabric may join nodes
+        return []
+    return [
+        f"parallel.tensor: {group.size} ranks span {group.nodes} nodes (cluster.gpus_per_node is "
+        f"{job.cluster.gpus_per_node}), so the messages of every layer cross {group.link.name} at "
+        f"{group.link.bytes_per_s_per_gpu / 1e9:g} GB/s per GPU; {inside.name} inside a node has "
+        f"{inside.bytes_per_s_per_gpu / 1e9:g}"
     ]
 
 

@@ -184,6 +184,24 @@ def test_fp32_beside_idle_tensor_cores_hints_at_tf32(
     assert all(f"outside the tensor cores of {gpu}" in line and f"{ratio} faster at peak" in line for line in hints)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "gpus_per_node", "tensor", "told"),
+    [
+        ("A100-SXM4-80GB", 8, 16, "16 ranks span 2 nodes (cluster.gpus_per_node is 8), so the messages of every layer "
+         "cross ib-hdr-8x200 at 25 GB/s per GPU; nvlink3 inside a node has 300"),
+        ("A100-SXM4-80GB", 8, 8, None),
+        ("GB200-186GB", 4, 16, None),  # one NVLink fabric joins a rack's nodes
+    ],
+)  # fmt: skip
+def test_tensor_parallelism_beyond_a_node_is_said(
+    gpu: str, gpus_per_node: int, tensor: int, told: str | None, job_of: Any, untrained: Path
+) -> None:
+    cluster = {"gpu": gpu, "num_nodes": 16 // gpus_per_node, "gpus_per_node": gpus_per_node}
+    prediction = predict(job_of(cluster=cluster, parallel={"tensor": tensor}), checkpoint=untrained)
+    said = [line for line in prediction.warnings if line.startswith("parallel.tensor")]
+    assert said == ([f"parallel.tensor: {told}"] if told else [])
+
+
 @pytest.mark.parametrize("schedule", ["zero_bubble", "zero_bubble_2p", "zero_bubble_v", "dualpipe", "dualpipe_v"])
 def test_a_schedule_with_less_bubble_is_faster_and_adds_up(schedule: str, job_of: Any, untrained: Path) -> None:
     plan = {"pipeline": 4, "tensor": 2}
