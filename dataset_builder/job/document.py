@@ -68,7 +68,10 @@ class JobText:
 
     def values(self) -> Any:
         """Its plain values; raises JobError when it cannot be read or is not YAML."""
-        return parse_document(_read(self.content) if isinstance(self.content, Path) else self.content, self.name)
+        if isinstance(self.content, Path):
+            return parse_document(_read(self.content), self.name)
+        is_one_line = b"\n" not in self.content.strip()
+        return (_parse_line if is_one_line else parse_document)(self.content, self.name)
 
 
 def job_texts(source: str | Path) -> Iterator[JobText]:
@@ -131,6 +134,29 @@ def parse_document(raw: bytes, name: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise JobError([f"{where}not YAML: {getattr(error, 'problem', None) or error}"], name) from None
+
+
+def _parse_line(line: bytes, name: str) -> Any:
+    """The values of a text of one line, which is told without its number; a JSON object, in JSON's terms."""
+    try:
+        return parse_document(line.strip(), name)
+    except JobError as error:
+        broken = _broken_json(line)
+        reasons = [broken] if broken else [re.sub(r"^line 1(: |, )", "", reason) for reason in error.reasons]
+        raise JobError(reasons, name) from None
+
+
+def _broken_json(line: bytes) -> str | None:
+    """Where a line stops to be JSON, if it begins as JSON objects do and YAML seldom does."""
+    if not re.match(rb'\s*\{\s*"', line):
+        return None
+    try:
+        json.loads(line.strip())
+    except json.JSONDecodeError as error:
+        return f"column {error.colno}: not JSON: {error.msg}"
+    except (ValueError, RecursionError):
+        return None  # not UTF-8, or nested too deep, which is told as of any document
+    return None
 
 
 def _refuse_traps(text: str) -> None:

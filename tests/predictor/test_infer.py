@@ -99,6 +99,24 @@ def test_standard_input_and_several_jobs(
 
 
 @pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ('{}\n{"model": {"preset" "x"}}\n', "standard input, line 2: column 21: not JSON: Expecting ':' delimiter"),
+        ('{"model": {"preset": 1}\n{}\n', "standard input, line 1: column 24: not JSON: Expecting ',' delimiter"),
+        ('{"model": {"preset": 1}\n', "standard input: column 24: not JSON: Expecting ',' delimiter"),
+        ("{}\n{model: [1}\n", "standard input, line 2: column 11: not YAML"),
+        ('{}\n{"a": 1, "a": 2}\n', "standard input, line 2: key 'a' is given twice"),
+    ],
+)
+def test_a_broken_line_of_standard_input_is_told_as_json_with_one_number(
+    lines: str, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    assert main(["-"]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         (["--set", "parallel.tensr=2"], 2, "parallel.tensr"),
