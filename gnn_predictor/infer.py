@@ -39,7 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         return _answer_all(options)
-    except (JobError, _BadUsage) as error:
+    except JobError as error:
+        _print_refusal(error)
+        return error.exit_code
+    except _BadUsage as error:
         _print_error(str(error))
         return error.exit_code
     except BrokenPipeError:  # the reader has seen enough, e.g. `| head`
@@ -120,7 +123,7 @@ def _answer_all(options: argparse.Namespace) -> int:
             if not is_one_of_many:
                 raise error from None
             worst = max(worst, error.exit_code)
-            _print_error(str(error))
+            _print_refusal(error)
             if options.format == "json":
                 _write_json({"source": text.name, "exit_code": error.exit_code, "reasons": error.reasons}, None)
             continue
@@ -280,6 +283,12 @@ def _write(answer: Prediction | Comparison, form: str, indent: int | None) -> No
 def _write_json(value: Mapping[str, Any], indent: int | None) -> None:
     sys.stdout.write(json.dumps(value, indent=indent, allow_nan=False) + "\n")
     sys.stdout.flush()
+
+
+def _print_refusal(error: JobError) -> None:
+    from gnn_predictor.report.stage_reasons import in_brief
+
+    _print_error("\n".join(in_brief(str(error).splitlines())))
 
 
 def _print_error(message: str) -> None:

@@ -14,6 +14,7 @@ from dataset_builder.job.model import num_parameters
 from dataset_builder.job.precision import PrecisionPolicy
 from dataset_builder.job.schema import TrainingJob
 from gnn_predictor.prediction import Prediction
+from gnn_predictor.report.stage_reasons import in_brief
 
 # Wide enough for the stage table when there is no terminal whose width could be asked for.
 _PLAIN_WIDTH = 120
@@ -29,7 +30,7 @@ def print_table(prediction: Prediction, stream: TextIO) -> None:
     for table in _stage_tables(prediction, console):
         console.print(table)
     console.print(_breakdown_table(prediction))
-    for warning in prediction.warnings:
+    for warning in in_brief(prediction.warnings):
         console.print(Text(f"! {warning}", style="yellow"))
     provenance = prediction.provenance
     console.print(Text(f"checkpoint {provenance['checkpoint']}, corpus {provenance['corpus'][:12]}", style="dim"))

@@ -116,6 +116,23 @@ def test_a_broken_line_of_standard_input_is_told_as_json_with_one_number(
     assert told in capsys.readouterr().err
 
 
+def test_many_stages_that_do_not_fit_are_told_in_brief_and_kept_in_json(
+    job: Path, untrained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"model.num_layers": 512, "model.hidden_size": 16384, "parallel.pipeline": 8, "parallel.data": "null"}
+    pairs = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    arguments = ["--checkpoint", str(untrained), "--format", "json", *pairs]
+    assert main([str(job), *arguments]) == 4
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" needs")[0] for line in lines if "needs" in line] == [f"{job}: memory: stage 0"]
+    (others,) = (line for line in lines if "others" in line)
+    assert others.startswith(f"{job}: memory: and 7 others, the least stage ")
+    assert len(others.partition("stages in order: ")[2].split(", ")) == 8
+    assert main([str(job), str(job), *arguments]) == 4
+    first = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert sum(reason.startswith("memory: stage") for reason in first["reasons"]) == 8
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
