@@ -1,6 +1,7 @@
 """The figures of a checkpoint as text: its model card, and blocks of figures in the README and the documentation.
 
-``python -m gnn_predictor.card README.md docs/accuracy.md`` writes the released checkpoint's figures into the files.
+``python -m gnn_predictor.card README.md docs/accuracy.md docs/guides/memory.md`` writes the released checkpoint's
+figures into the files.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ the two that P2's own figures are made with.
 
 What each kernel takes at the peaks of its device, in its own formats, stays in all of them: an estimate is a multiple
 of that, which is physics and not learnt. So do the measured runs of like jobs, where they are blended in."""
+_PEAK_METERS = {
+    "megatron-golden": "Megatron-LM's tests (allocator's peak, last rank)",
+    "bigscience": "BigScience (nvidia-smi, fullest GPU)",
+}
 _OPERATOR_HEAD = ("kind", "operators", "median error", "median error by input format")
 
 
@@ -116,6 +121,24 @@ def figures(metrics: Mapping[str, Any]) -> str:
         memory_sentence(metrics.get("memory")),
     ]
     return _table(head, rows) + "".join(sentences)
+
+
+def reading(metrics: Mapping[str, Any]) -> str:
+    """Which protocol's error answers for a job, and where a prediction says so; nothing without both protocols."""
+    if not {"P1", "P5"} <= metrics.keys():
+        return ""
+    known, new = (
+        f"{_percent(of['mape_percent'])} on average and {_percent(of['median_ape_percent'])} in the median"
+        for of in (metrics["P1"], metrics["P5"])
+    )
+    return (
+        f"Which figure answers for a job: {known} (P1) where its siblings, of the same source and cluster, were "
+        f"measured; {new} (P5) on a new cluster, before `gnn_predictor.calibrate`. `infer --format json` tells which a "
+        "job is nearer to: `provenance.measured_runs_share` is the share that measured runs like it have in the "
+        "estimate, near 1 for most jobs of P1 and below one half for most of P5. It compares jobs, not owners, so "
+        "a high share does not make a new cluster a measured one; the interval is the job's own, wider the less was "
+        "measured near it."
+    )
 
 
 def breakdowns(metrics: Mapping[str, Any]) -> str:
@@ -258,13 +281,37 @@ def memory_sentence(memory: Mapping[str, Any] | None) -> str:
     return sentence + "."
 
 
+def peaks(metrics: Mapping[str, Any]) -> str:
+    """A Markdown table of held-out peaks of memory, by what is known and by source; nothing without measured peaks."""
+    memory = metrics.get("memory")
+    if not memory:
+        return ""
+    of = {"counted only": memory["counted"], "with what is learnt": memory, "of jobs above 20 GB": memory["large_jobs"]}
+    of |= {_PEAK_METERS.get(source, source): own for source, own in memory["by_source"].items()}
+    rows = [
+        [name, f"{own['count']:,}", *(_percent(own[f"{key}_percent"]) for key in ("mape", "median_ape", "signed_mean"))]
+        for name, own in of.items()
+        if own["count"]
+    ]
+    table = _table(["measured peaks", "count", "MAPE", "median", "mean"], rows)
+    coverage = f"The 90% interval holds {_percent(memory['interval_coverage'] * 100)} of peaks it was not made with."
+    return f"{table}{memory_sentence(memory)} {coverage}"
+
+
 def with_figures(text: str, metrics: Mapping[str, Any]) -> str:
     """``text`` with its blocks of figures replaced; raises ValueError when it has none.
 
     A block stands between ``<!-- name -->`` and ``<!-- /name -->``: ``metrics`` by protocol, ``ablations`` by what the
-    network does not know, ``breakdowns`` by what distinguishes the runs.
+    network does not know, ``breakdowns`` by what distinguishes the runs, ``reading`` says which of them answers for a
+    job, ``memory`` has those of peak memory.
     """
-    blocks = {"metrics": figures, "ablations": ablations, "breakdowns": breakdowns}
+    blocks = {
+        "reading": reading,
+        "metrics": figures,
+        "ablations": ablations,
+        "breakdowns": breakdowns,
+        "memory": peaks,
+    }
     there = [name for name in blocks if f"<!-- {name} -->" in text and f"<!-- /{name} -->" in text]
     if not there:
         raise ValueError(f"no block between {' or '.join(f'<!-- {name} --> and <!-- /{name} -->' for name in blocks)}")
