@@ -2,7 +2,7 @@
 
 In: a runs table or an operator table (``.csv`` or ``.parquet``; columns in ``tables/README.md``). Out: frozen records
 in seconds, bytes and FLOPs; whatever cannot be used comes back with its reason. Columns computed from the measured
-time (:data:`LABEL_COLUMNS`) are removed before a row is read, so no job can depend on them.
+time (``table_columns.LABEL_COLUMNS``) are removed before a row is read, so no job can depend on them.
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from dataset_builder.corpus.job_row import JOB_COLUMNS, REQUIRED_COLUMNS, SIZE_COLUMNS, RowError
+from dataset_builder.corpus.job_row import JOB_COLUMNS, RowError
 from dataset_builder.corpus.operators import OperatorError, OperatorRow, operator_node
 from dataset_builder.corpus.run_jobs import job_mapping
-from dataset_builder.corpus.spellings import precision_name
-from dataset_builder.corpus.trust import FLAG_COLUMNS, doubt
+from dataset_builder.corpus.spellings import cell_text, precision_name
+from dataset_builder.corpus.table_columns import LABEL_COLUMNS, missing_columns
+from dataset_builder.corpus.trust import doubt
 from dataset_builder.job.errors import JobError
 from dataset_builder.job.hardware import DeviceSpec
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.graph import OpNode
 from dataset_builder.tracing.layout import AxisGroup, rank_layout
 
-LABEL_COLUMNS = (
-    *FLAG_COLUMNS, "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct", "hfu_pct", "samples_per_s", "measured_field",
-    "derivation",
-)  # fmt: skip
-"""Figures computed from the measured time, or about how it was: no job is built from them."""
-
 MemoryMeter = Literal["allocator", "last_rank", "device"]
 """What a source's peak memory is: the allocator's peak (``torch.cuda.max_memory_allocated``) on the fullest rank or on
 the last, or all that is taken on the fullest device (``nvidia-smi``)."""
 _MEMORY_METERS: dict[str, MemoryMeter] = {"megatron-golden": "last_rank", "bigscience": "device"}
+
+
+_UNMISTAKABLE = 3  # other separators in a header without a comma
+LAYOUT_COLUMNS = (
+    "framework", "arch", "tp", "pp", "sharding", "micro_batch", "act_ckpt", "attention", "sequence_parallel",
+)  # fmt: skip
+"""What decides most of a run's time and memory beside its sizes, and gets a default where a row leaves it blank."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class RunMeasurement:
     reason: str
     assumed: tuple[str, ...]
     doubt: str = ""  # why its time is not learnt from (see trust)
+    stated_time: str = ""  # the time's cell as it stands in the table
+    blank: tuple[str, ...] = ()  # columns of LAYOUT_COLUMNS that say nothing
 
     @property
     def is_timed(self) -> bool:
@@ -97,39 +101,58 @@ def shipped_table(name: str) -> Path:
     return Path(str(resources.files("dataset_builder.corpus").joinpath("tables", name)))
 
 
-def read_table(path: str | Path) -> pd.DataFrame:
-    """A table by its suffix; raises JobError when it cannot be read."""
+def read_table(path: str | Path, rows: int | None = None) -> pd.DataFrame:
+    """A table by its suffix, or so many ``rows`` of a CSV; raises JobError when it cannot be read."""
     path = Path(path)
     try:
         if path.suffix == ".parquet":
             return pd.read_parquet(path)
-        return pd.read_csv(path, low_memory=False, dtype={"run_id": str, "job_group": str, "op_id": str})
+        return _read_csv(path, rows)
     except (OSError, ValueError, UnicodeDecodeError) as error:
         raise JobError([f"cannot be read as a table: {error}"], source=str(path)) from None
+
+
+def runs_columns(path: str | Path) -> list[str]:
+    """The columns of a runs table, before its rows are read; raises JobError when one is missing."""
+    return _checked_columns(read_table(path, rows=0), path)
+
+
+def _checked_columns(table: pd.DataFrame, path: str | Path) -> list[str]:
+    columns = [str(column) for column in table.columns]
+    if missing := missing_columns(columns):
+        raise JobError(missing, source=str(path))
+    return columns
+
+
+def _read_csv(path: Path, rows: int | None) -> pd.DataFrame:
+    """Commas, or what a spreadsheet writes in their place: tabs, or semicolons where the decimal mark is a comma."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        header = file.readline(1 << 20)
+    marks = {mark: header.count(mark) for mark in (";", "\t")}
+    separator = max(marks, key=marks.__getitem__)
+    if "," in header or marks[separator] < _UNMISTAKABLE:
+        separator = ","
+    return pd.read_csv(
+        path,
+        sep=separator,
+        decimal="," if separator == ";" else ".",
+        encoding="utf-8-sig",
+        nrows=rows,
+        low_memory=False,
+        dtype={"run_id": str, "job_group": str, "op_id": str},
+    )
 
 
 def read_runs(path: str | Path) -> list[RunMeasurement]:
     """Every row of a runs table, in order; raises JobError when columns that every job needs are missing."""
     table = read_table(path)
-    if missing := _missing_columns(table):
-        raise JobError([f"column {column!r} is missing" for column in missing], source=str(path))
-    columns = [str(column) for column in table.columns]
+    columns = _checked_columns(table, path)
     rows = (dict(zip(columns, row, strict=True)) for row in table.itertuples(index=False, name=None))
     return [_run(_without_label_columns(row), number, doubt(row)) for number, row in enumerate(rows)]
 
 
 def _without_label_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     return {column: value for column, value in row.items() if column not in LABEL_COLUMNS}
-
-
-def _missing_columns(table: pd.DataFrame) -> list[str]:
-    """Columns without which no row can be a job (others can stand for some of them), and the label's, blank or not."""
-    columns = set(table.columns)
-    replaced = SIZE_COLUMNS if "model_name" in columns else ()
-    if {"micro_batch", "grad_accum"} <= columns:
-        replaced = (*replaced, "global_batch")
-    needed = [column for column in REQUIRED_COLUMNS if column not in replaced]
-    return [column for column in (*needed, "iter_time_s") if column not in columns]
 
 
 def _run(row: Mapping[str, Any], number: int, doubtful: str) -> RunMeasurement:
@@ -151,6 +174,8 @@ def _run(row: Mapping[str, Any], number: int, doubtful: str) -> RunMeasurement:
         reason=reason,
         assumed=assumed,
         doubt=doubtful,
+        stated_time=_text(row.get("iter_time_s")),
+        blank=tuple(column for column in LAYOUT_COLUMNS if cell_text(row.get(column), column) is None),
     )
 
 

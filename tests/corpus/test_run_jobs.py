@@ -13,7 +13,6 @@ import pytest
 
 from dataset_builder.corpus.job_row import REQUIRED_COLUMNS, RowError
 from dataset_builder.corpus.measurements import (
-    LABEL_COLUMNS,
     RunMeasurement,
     build_job,
     read_runs,
@@ -21,7 +20,10 @@ from dataset_builder.corpus.measurements import (
     shipped_table,
 )
 from dataset_builder.corpus.run_jobs import job_mapping
+from dataset_builder.corpus.table_columns import LABEL_COLUMNS, missing_columns, unread_columns
+from dataset_builder.corpus.table_import import RUN_COLUMNS
 from dataset_builder.job.errors import JobError
+from dataset_builder.measuring.table import RUN_COLUMNS as MEASURED_COLUMNS
 
 GPT_22B: dict[str, Any] = {
     "source_id": "megatron-lm", "framework": "megatron-lm", "gpu": "A100-SXM4-80GB", "num_gpus": 8,
@@ -83,6 +85,35 @@ def test_missing_columns_are_named(tmp_path: Path) -> None:
         read_runs(tmp_path / "runs.csv")
     assert all(
         any(column in reason for reason in caught.value.reasons) for column in REQUIRED_COLUMNS if column != "gpu"
+    )
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_spreadsheets_separators_are_read(tmp_path: Path, separator: str, encoding: str) -> None:
+    decimal = "," if separator == ";" else "."
+    table = pd.DataFrame([{**GPT_22B, "iter_time_s": 1.42, "peak_mem_gb": 60.5}])
+    table.to_csv(tmp_path / "plain.csv", index=False)
+    table.to_csv(tmp_path / "runs.csv", index=False, sep=separator, decimal=decimal, encoding=encoding)
+    assert read_runs(tmp_path / "runs.csv") == read_runs(tmp_path / "plain.csv")
+    table.to_csv(tmp_path / "points.csv", index=False, sep=separator)
+    assert [run.iter_time_s for run in read_runs(tmp_path / "points.csv")] == [1.42]
+
+
+def test_columns_under_other_names_are_guessed() -> None:
+    names = ["gpu", "num_gpus", "num_layers", "hidden_size", "n_heads", "Vocab Size", "seq_length", "global_batch"]
+    reasons = missing_columns([*names, "iteration time (s)"])
+    assert len(reasons) == 6
+    assert "column 'layers' is missing (did you mean it by 'num_layers'?" in reasons[0]
+    for reason, name in zip(reasons, [*names[2:7], "iteration time (s)"], strict=True):
+        assert repr(name) in reason
+
+
+def test_columns_that_nothing_reads_are_told() -> None:
+    required = (*REQUIRED_COLUMNS, "iter_time_s")
+    assert unread_columns([*required, *RUN_COLUMNS, *MEASURED_COLUMNS, "licence", "tokens_per_s"]) == ""
+    assert unread_columns([*required, "tensor_parallel", "colour"]) == (
+        "columns that nothing reads: tensor_parallel (did you mean tp?), colour"
     )
 
 
