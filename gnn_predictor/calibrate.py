@@ -27,8 +27,21 @@ def _parser() -> CommandParser:
     return parser
 
 
-if __name__ == "__main__" and {"-h", "--help", "--version"} & set(sys.argv[1:]):
-    _parser().parse_args()  # answers and ends, before what takes seconds to import
+def _check_header(path: str) -> int:
+    """Whether the table can be read and has its columns; the exit code."""
+    from dataset_builder.corpus.measurements import runs_columns
+    from dataset_builder.job.errors import JobError
+
+    try:
+        runs_columns(path)
+    except JobError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__" and (refused := _check_header(_parser().read(None).runs)):
+    sys.exit(refused)  # as --help does, before what takes seconds to import
 
 import math
 import os
@@ -41,7 +54,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataset_builder.corpus.measurements import OpMeasurement, RunMeasurement, read_ops, read_runs
+from dataset_builder.corpus.measurements import OpMeasurement, RunMeasurement, read_ops, read_runs, runs_columns
+from dataset_builder.corpus.table_columns import unread_columns
 from dataset_builder.job.errors import JobError
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.floor import impossible, physical_floor
@@ -59,18 +73,37 @@ from gnn_predictor.checkpoint import (
 )
 from gnn_predictor.domain import domain_of
 from gnn_predictor.features import GraphArrays, featurize
+from gnn_predictor.memory import MemoryFit, metered_bytes, peak_memory
 from gnn_predictor.metrics import error_figures
 from gnn_predictor.prediction import job_times, network_of, predict
+from gnn_predictor.table_warnings import (
+    PredictedRun,
+    another_unit,
+    assumptions,
+    far_off,
+    stated_time,
+    too_large,
+)
+
+_POOR_FIT_PERCENT = 50.0  # mean error of the very runs that an adapter was fitted to
 
 
 @dataclass(frozen=True)
 class _Run:
     """A measured run that can be learnt from."""
 
-    run_id: str
+    measured: RunMeasurement
     job: TrainingJob
     graph: GraphArrays
-    iter_time_s: float
+    peak_bytes: float  # predicted
+
+    @property
+    def run_id(self) -> str:
+        return self.measured.run_id
+
+    @property
+    def iter_time_s(self) -> float:
+        return self.measured.iter_time_s
 
 
 @dataclass(frozen=True)
@@ -84,6 +117,7 @@ class Calibration:
     left_out: Floats | None  # by an adapter of the other jobs; None for a single job
     after: Floats  # by the adapter itself
     shared: float  # log factor on all jobs of the cluster
+    warnings: tuple[str, ...] = ()  # of rows that look wrong
 
     def figures(self) -> dict[str, Any]:
         """The report as plain values; errors in percent of the measured time."""
@@ -116,7 +150,7 @@ def calibrate(
 
     The cluster's measured ``operators`` are used when left-out runs are predicted better with them.
     """
-    runs = _usable(measurements, source)
+    runs = _usable(measurements, source, base.config.memory)
     gpus = tuple(sorted({run.job.cluster.gpu.name for run in runs}))
     covariance = base.config.error_covariance
     before = errors = _errors(runs, base)
@@ -138,12 +172,29 @@ def calibrate(
             errors, share, left_out = informed, informed_share, informed_left_out
             known = known_runs(errors.placed, errors.log_errors)
             adapter = adapter.model_copy(update={"kernels": kernels, "known": known, "share": share})
+    predicted = [
+        PredictedRun(run.measured, run.iter_time_s * math.exp(-error), run.peak_bytes)
+        for run, error in zip(runs, errors.log_errors.tolist(), strict=True)
+    ]
+    if reason := another_unit(predicted):
+        raise JobError([reason], source=source)
     adapter = adapter.model_copy(update={"error_ratios": _error_ratios(runs, left_out, base)})
     field = errors.field(covariance)
     after = errors.log_errors - share * field.expected(errors.placed)
     measured: Floats = np.array([run.iter_time_s for run in runs])
     names = tuple(run.run_id for run in runs)
-    return Calibration(adapter, names, measured, before.log_errors, left_out, after, share * field.shared)
+    warnings = (*too_large(predicted), *far_off(predicted), *_poor_fit(measured, after))
+    return Calibration(adapter, names, measured, before.log_errors, left_out, after, share * field.shared, warnings)
+
+
+def _poor_fit(measured: Floats, after: Floats) -> list[str]:
+    error = error_figures(measured, measured * np.exp(-after))["mape_percent"]
+    if error is None or error <= _POOR_FIT_PERCENT:
+        return []
+    return [
+        f"warning: the adapter's own runs are still {error:.0f}% wrong: the rows do not describe what ran (layout, "
+        "kernels, unit of iter_time_s), or disagree with each other; do not rely on it"
+    ]
 
 
 def _mean(log_errors: Floats) -> float:
@@ -184,7 +235,7 @@ def _measured_kernels(
     return measured_slowdowns(operators, network, runs[0].graph.workload.shape[1], gpus)
 
 
-def _usable(measurements: Sequence[RunMeasurement], source: str) -> list[_Run]:
+def _usable(measurements: Sequence[RunMeasurement], source: str, fit: MemoryFit) -> list[_Run]:
     """All runs, or JobError with every reason against any of them: a wrong row would spoil the others' answers."""
     runs, reasons = [], []
     for run in measurements:
@@ -195,7 +246,8 @@ def _usable(measurements: Sequence[RunMeasurement], source: str) -> list[_Run]:
             reason = impossible(run.iter_time_s, physical_floor(job, graph, layout))
             if reason:
                 problems.append(f"iter_time_s: {reason}")
-            runs.append(_Run(run.run_id, job, featurize(job, graph, layout), run.iter_time_s))
+            memory = metered_bytes(peak_memory(graph.stages, job, layout, fit), run.memory_meter)
+            runs.append(_Run(run, job, featurize(job, graph, layout), memory))
         reasons += [f"run {run.run_id}: {problem}" for problem in problems]
     if not measurements:
         reasons = ["no rows; expected at least one measured run"]
@@ -209,7 +261,7 @@ def _problems(run: RunMeasurement, everything: Sequence[RunMeasurement]) -> Iter
     if run.job is None:
         yield run.reason
     if not run.is_timed:
-        yield f"iter_time_s: got {run.iter_time_s:g}; expected the measured seconds of one iteration, more than 0"
+        yield f"iter_time_s: got {stated_time(run)}; expected the measured seconds of one iteration, more than 0"
     earlier = everything[: next(index for index, each in enumerate(everything) if each is run)]
     for other in earlier:
         if other.run_id == run.run_id:
@@ -227,16 +279,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().read(arguments)
     torch.set_num_threads(1)
     try:
+        _say([unread_columns(runs_columns(options.runs))])
+        measurements = read_runs(options.runs)
         base = _without_adapter(load_checkpoint(options.checkpoint))
         output = _free_output(options.output, base)
         operators = read_ops(options.ops)[0] if options.ops else []
-        result = calibrate(read_runs(options.runs), base, options.runs, operators)
+        result = calibrate(measurements, base, options.runs, operators)
         path = _save(result, base, output)
     except (CheckpointError, JobError) as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    _say([*assumptions(measurements), *result.warnings])
     print("\n".join([*report(result), f"written to {path}"]))
     return 0
+
+
+def _say(lines: Sequence[str]) -> None:
+    for line in filter(None, lines):
+        print(line, file=sys.stderr)
 
 
 def _without_adapter(checkpoint: Checkpoint) -> Checkpoint:

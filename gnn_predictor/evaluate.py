@@ -27,8 +27,29 @@ examples:
   python -m gnn_predictor.evaluate runs=runs.csv output=outputs/evaluation
   python -m gnn_predictor.evaluate runs=runs.csv output=outputs/mine checkpoint=my-checkpoint baselines=false"""
 
-if __name__ == "__main__" and answered_at_once(HELP, sys.argv[1:]):
-    sys.exit(0)  # before what takes seconds to import
+
+def _check_header(overrides: list[str]) -> int:
+    """Whether ``runs=``, where it is a file's plain name, has its columns; the exit code."""
+    from pathlib import Path
+
+    from dataset_builder.corpus.measurements import runs_columns
+    from dataset_builder.job.errors import JobError
+
+    runs = dict(each.partition("=")[::2] for each in overrides).get("runs", "")
+    try:
+        if Path(runs).is_file():
+            runs_columns(runs)
+    except JobError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":  # before what takes seconds to import
+    if answered_at_once(HELP, sys.argv[1:]):
+        sys.exit(0)
+    if refused := _check_header(sys.argv[1:]):
+        sys.exit(refused)
 
 import json
 import math
@@ -45,7 +66,8 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from dataset_builder.corpus.measurements import RunMeasurement, read_runs
+from dataset_builder.corpus.measurements import RunMeasurement, read_runs, runs_columns
+from dataset_builder.corpus.table_columns import unread_columns
 from dataset_builder.job.errors import JobError
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.floor import impossible
@@ -67,6 +89,7 @@ from gnn_predictor.metrics import BASELINE_PREFIX, evaluation_metrics
 from gnn_predictor.node_errors import node_errors
 from gnn_predictor.prediction import Prediction, predict
 from gnn_predictor.run_classes import gpu_count, model_size
+from gnn_predictor.table_warnings import PredictedRun, another_unit, assumptions, far_off, too_large, untimed
 
 COLUMNS = (
     "run_id", "iter_time_s", "predicted_iter_time_s", "predicted_low_s", "predicted_high_s", "peak_mem_gb",
@@ -92,7 +115,9 @@ def evaluate(
     ``predict_jobs`` stands in for the checkpoint's network. Raises JobError, naming file and column, for a file that
     can't be read.
     """
-    measurements = read_runs(runs)
+    unread, measurements = unread_columns(runs_columns(runs)), read_runs(runs)
+    if not measurements:
+        raise JobError(["no rows; expected at least one run"], source=str(runs))
     table = predictions_table(measurements, predict_jobs or _predictor(checkpoint))
     reference = read_reference(checkpoint.path) if checkpoint.path else None
     if baselines and reference is not None:
@@ -104,11 +129,26 @@ def evaluate(
     metrics["checkpoint"] = {"name": checkpoint.config.name, "corpus": checkpoint.config.corpus_hash}
     metrics["overlap_with_training"] = training_overlap(table, reference)
     metrics["impossible"] = table.loc[(table["status"] == "ok") & (table["reason"] != ""), "run_id"].tolist()
-    metrics["notes"] = _notes(metrics, baselines)
+    answered = [run for run, status in zip(measurements, table["status"], strict=True) if status == "ok"]
+    metrics["notes"] = [*untimed(answered), *_notes(metrics, baselines)]
     output.mkdir(parents=True, exist_ok=True)
     _write_whole(output / "predictions.csv", table[list(COLUMNS)].to_csv(index=False))
     _write_whole(output / "metrics.json", json.dumps(metrics, indent=1, allow_nan=False) + "\n")
+    for line in filter(None, (unread, *assumptions(answered), *_warnings(measurements, table))):
+        print(line, file=sys.stderr)
     return metrics
+
+
+def _warnings(measurements: Sequence[RunMeasurement], table: pd.DataFrame) -> list[str]:
+    """Of rows that were answered and look wrong."""
+    columns = (table["status"], table["predicted_iter_time_s"], table["predicted_peak_mem_gb"])
+    predicted = [
+        PredictedRun(run, seconds, peak_gb * 1e9)
+        for run, status, seconds, peak_gb in zip(measurements, *columns, strict=True)
+        if status == "ok"
+    ]
+    unit = another_unit(predicted)
+    return [*too_large(predicted), *([f"warning: {unit}"] if unit else far_off(predicted))]
 
 
 def predictions_table(measurements: Sequence[RunMeasurement], predict_jobs: PredictJobs) -> pd.DataFrame:
@@ -183,6 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         config = _configuration(overrides)
+        runs_columns(config["runs"])
         checkpoint = load_checkpoint(config["checkpoint"])
         output = Path(config["output"])
         metrics = evaluate(Path(config["runs"]), output, checkpoint, baselines=bool(config["baselines"]))

@@ -136,6 +136,32 @@ def test_a_time_below_the_physical_floor_is_answered_and_named(tmp_path: Path) -
     assert any("physical floor" in note for note in metrics["notes"])
 
 
+def test_errors_say_over_which_rows_they_are(tmp_path: Path) -> None:
+    runs = _csv(tmp_path / "runs.csv", {}, *({"iter_time_s": time} for time in (-1, "7.9s", None)))
+    metrics = command.evaluate(runs, tmp_path, _checkpoint(), predict_jobs=_predict)
+    line = "errors over 1 of 4 answered rows; no time in iter_time_s of r1 ('-1'), r2 ('7.9s'), r3 (blank)"
+    assert line in command.summary(metrics, tmp_path).splitlines()
+    table = pd.read_csv(tmp_path / "predictions.csv", keep_default_na=False)
+    assert table["reason"].tolist() == [""] * 4
+
+
+def test_what_looks_wrong_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = _csv(tmp_path / "runs.csv", {}, {"layers": 6}, {"layers": 8, "iter_time_s": 3400.0})
+    pd.read_csv(runs).assign(tensor_parallel=2, notes="a", colour="red").to_csv(runs, index=False)
+    command.evaluate(runs, tmp_path, _checkpoint(), predict_jobs=_predict)
+    told = capsys.readouterr().err.splitlines()
+    assert told.count("columns that nothing reads: tensor_parallel, colour") == 1
+    assert "  3 sharding: not stated, none as megatron-lm does" in told
+    assert sum(line.startswith("warning: run r2: iter_time_s 3400 against 0.1 s predicted") for line in told) == 1
+    assert sum("warning" in line for line in told) == 1
+
+
+def test_a_table_in_milliseconds_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = _csv(tmp_path / "runs.csv", *({"layers": layers, "iter_time_s": 100.0 + layers} for layers in (2, 4, 6)))
+    command.evaluate(runs, tmp_path, _checkpoint(), predict_jobs=_predict)
+    assert "iter_time_s: the runs' median is 1,040 times as long as predicted" in capsys.readouterr().err
+
+
 def test_baselines_stand_beside_and_overlap_is_told(tmp_path: Path) -> None:
     runs = _csv(tmp_path / "runs.csv", {}, {"layers": 6, "job_group": "g1"})
     _reference(tmp_path, runs)
@@ -161,6 +187,7 @@ def test_a_file_of_which_nothing_can_be_used_still_gets_its_answer(tmp_path: Pat
         ("", "cannot be read"),
         ("run_id,gpu\nr0,A100\n", "iter_time_s"),
         ("\x00\x01\x02", "column"),
+        (f"{','.join(ROW)}\n", "no rows"),
     ],
 )
 def test_a_bad_file_is_named_with_its_column(
