@@ -18,12 +18,14 @@ import pandas as pd
 import pytest
 import yaml
 
-from dataset_builder.corpus.measurements import shipped_table
+from dataset_builder.corpus.measurements import read_runs, runs_columns, shipped_table
+from dataset_builder.corpus.table_columns import unread_columns
 from gnn_predictor.card import with_figures
 from gnn_predictor.checkpoint import load_checkpoint
 from tests.docs.precision_table import PAGE, with_tables
 
 _ROOT = Path(__file__).parents[2]
+_CALIBRATE = _ROOT / "docs" / "guides" / "calibrate.md"
 _PAGES = sorted([_ROOT / "README.md", *(_ROOT / "docs").rglob("*.md")])
 _BLOCK = re.compile(
     r"(?:<!-- (?P<mark>[^>]*?) -->\n)?```(?P<language>bash|python)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
@@ -117,6 +119,19 @@ def test_the_overview_lists_every_page() -> None:
     overview, *others = pages(yaml.safe_load((_ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
     text = (_ROOT / "docs" / overview[1]).read_text(encoding="utf-8")
     assert re.findall(r"^- \[(.+?)\]\((.+?)\): ", text, re.MULTILINE) == others
+
+
+def test_the_example_table_says_all_that_matters(tmp_path: Path) -> None:
+    shown = re.search(r'^```csv title="runs.csv"\n(.*?)^```$', _CALIBRATE.read_text(encoding="utf-8"), re.M | re.S)
+    assert shown
+    (tmp_path / "runs.csv").write_text(shown[1], encoding="utf-8")
+    assert unread_columns(runs_columns(tmp_path / "runs.csv")) == ""
+    runs = read_runs(tmp_path / "runs.csv")
+    assert [run.run_id for run in runs] == ["a", "b", "c", "d"]
+    for run in runs:
+        assert run.job is not None
+        assert run.is_timed
+        assert not run.blank
 
 
 def test_the_table_of_precisions_is_what_the_tracer_does() -> None:
