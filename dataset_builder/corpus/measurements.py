@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -64,8 +64,9 @@ class RunMeasurement:
     reason: str
     assumed: tuple[str, ...]
     doubt: str = ""  # why its time is not learnt from (see trust)
-    stated_time: str = ""  # the time's cell as it stands in the table
-    blank: tuple[str, ...] = ()  # columns of LAYOUT_COLUMNS that say nothing
+    # What is said of a table to whoever wrote it; a corpus does not keep it.
+    stated_time: str = field(default="", compare=False)  # the time's cell as it stands in the table
+    blank: tuple[str, ...] = field(default=(), compare=False)  # columns of LAYOUT_COLUMNS that say nothing
 
     @property
     def is_timed(self) -> bool:
