@@ -33,6 +33,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dataset_builder.corpus.build import build_corpus
 from dataset_builder.corpus.measurements import shipped_table
 from dataset_builder.corpus.table_import import import_tables
+from dataset_builder.hydra_errors import told_in_one_line
 from dataset_builder.job.errors import JobError
 
 
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             settings = compose("build", overrides=overrides)
         run(settings)
     except (HydraException, OmegaConfBaseException) as error:
-        print(f"build: {error}", file=sys.stderr)
+        print(f"build: {told_in_one_line(error)}", file=sys.stderr)
         return 2
     except JobError as error:
         print(error, file=sys.stderr)

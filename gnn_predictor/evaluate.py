@@ -68,6 +68,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dataset_builder.corpus.measurements import RunMeasurement, read_runs, runs_columns
 from dataset_builder.corpus.table_columns import unread_columns
+from dataset_builder.hydra_errors import told_in_one_line
 from dataset_builder.job.errors import JobError
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.floor import impossible
@@ -266,7 +267,7 @@ def _configuration(overrides: list[str]) -> dict[str, Any]:
             config = compose("evaluate", overrides=overrides)
         return {key: config[key] for key in ("runs", "output", "checkpoint", "baselines", "nodes")}
     except (HydraException, OmegaConfBaseException) as error:
-        raise UsageError(f"{str(error).splitlines()[0]}\n{USAGE}") from None
+        raise UsageError(f"evaluate: {told_in_one_line(error)}\n{USAGE}") from None
 
 
 def _predictor(checkpoint: Checkpoint) -> PredictJobs:

@@ -31,6 +31,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from dataset_builder.hydra_errors import answering
 from dataset_builder.job.document import job_text
 from dataset_builder.job.errors import CannotRunError
 from dataset_builder.job.settings import read_settings
@@ -93,4 +94,4 @@ def main(configuration: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answering(main, "sweep")

@@ -51,6 +51,8 @@ from torch import Tensor
 
 from dataset_builder.corpus.build import load_corpus, open_corpus
 from dataset_builder.job.errors import JobError
+from dataset_builder.corpus.splits import Split
+from dataset_builder.hydra_errors import answering
 from gnn_predictor import ablation, ranks
 from gnn_predictor.ablation import Ablation, ablation_figures
 from gnn_predictor.adapter import ErrorCovariance
@@ -385,4 +387,4 @@ def _launched_rank() -> int | None:
 if __name__ == "__main__":
     if _launched_rank():  # what Hydra writes of a run, the leader writes
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled"]
-    main()
+    answering(main, "train")

@@ -78,6 +78,32 @@ def test_a_misspelt_key_or_name_is_answered_with_the_nearest(setting: str, neare
     assert re.search(rf"did you mean .*{re.escape(nearest)}", done.stderr), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("module", "override", "told"),
+    [
+        ("gnn_predictor.train", "fit.epoch=3", "train: fit.epoch: unknown key (did you mean fit.epochs?)"),
+        ("gnn_predictor.train", "output_dir=3", "train: output_dir: unknown key (did you mean output?)"),
+        ("gnn_predictor.train", "experiment=p9", "train: In 'train': Could not find 'experiment/p9' Available options"),
+        ("gnn_predictor.sweep", "prts=2", "sweep: prts: unknown key (did you mean parts, part?)"),
+        ("gnn_predictor.evaluate", "run=runs.csv", "evaluate: run: unknown key (did you mean runs?)"),
+        ("dataset_builder.build", "fold=3", "build: fold: unknown key (did you mean folds?)"),
+    ],
+)
+def test_a_misspelt_override_is_told_in_one_line(module: str, override: str, told: str, tmp_path: Path) -> None:
+    done = _run("-m", module, override, f"corpus.path={tmp_path}" if module.endswith("train") else "output=x")
+    assert (done.returncode, done.stdout) == (2, "")
+    first, *usage = done.stderr.splitlines()
+    assert first.startswith(told)
+    assert not usage or (module.endswith("evaluate") and usage[0].startswith("usage: "))
+
+
+def test_the_benchmark_says_what_its_options_are_by_default() -> None:
+    help_text = " ".join(_run("-m", "dataset_builder.benchmark", "--help").stdout.split())
+    for default in ("may take; default: 600", "or more; default: 15", "known worse; default: 0.05",
+                    "default: fp32,bf16_mixed,bf16", "default: cluster.json, or torch's name"):  # fmt: skip
+        assert default in help_text
+
+
 def test_json_lines_are_answered_in_order_with_the_faults_in_their_places(untrained: Path) -> None:
     good = json.dumps(yaml.safe_load(_JOB.read_text()))
     lines = "\n".join([good, '{"model": 1}', "nonsense", "", good])
