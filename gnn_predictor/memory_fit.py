@@ -1,4 +1,4 @@
-"""``python -m gnn_predictor.memory_fit [CHECKPOINT] [--runs RUNS.csv]``: what measured peaks teach of peak memory.
+"""``python -m gnn_predictor.memory_fit CHECKPOINT [--runs RUNS.csv]``: what measured peaks teach of peak memory.
 
 In: runs with a measured peak. Out: a :class:`MemoryFit` of seven numbers that stand beside what is counted, with the
 interval of runs whose job group was not learnt from, and the held-out figures. Two regressions of least absolute
@@ -17,10 +17,11 @@ from dataset_builder.command_line import CommandParser
 def _parser() -> CommandParser:
     parser = CommandParser(
         "gnn_predictor.memory_fit",
-        "Fits what measured peaks teach of memory anew and writes it into a checkpoint.",
-        ["", "my-checkpoint --runs runs.csv"],
+        "Fits what measured peaks teach of memory anew and writes it into a checkpoint: its config.json, "
+        "metrics.json and README.md are replaced.",
+        ["build/released", "my-checkpoint --runs runs.csv"],
     )
-    parser.add_argument("checkpoint", nargs="?", help="default: the released one")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="its directory, which is changed")
     parser.add_argument("--runs", metavar="RUNS.csv", help="default: the shipped table")
     return parser
 
@@ -31,6 +32,7 @@ if __name__ == "__main__" and {"-h", "--help", "--version"} & set(sys.argv[1:]):
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,7 +46,7 @@ from dataset_builder.job.errors import JobError
 from dataset_builder.tracing.layout import resolved_layout
 from dataset_builder.tracing.trace import GraphBuilder
 from gnn_predictor.card import model_card
-from gnn_predictor.checkpoint import CheckpointError, load_checkpoint, released_checkpoint, rewrite_description
+from gnn_predictor.checkpoint import CheckpointError, load_checkpoint, rewrite_description
 from gnn_predictor.memory import COUNTED, MemoryFit, StageTerms, metered_bytes, peak_terms
 from gnn_predictor.metrics import error_figures
 
@@ -271,13 +273,12 @@ def _coverage(held_out: pd.DataFrame) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Refits a checkpoint; exit code 2 for runs that cannot be read, 3 for a checkpoint that cannot be used."""
     options = _parser().read(arguments)
-    path = options.checkpoint or released_checkpoint()
     try:
-        checkpoint = load_checkpoint(path)
+        checkpoint = load_checkpoint(options.checkpoint)
         fit, figures = learn_memory(read_runs(options.runs or shipped_table("runs.parquet")))
         config = checkpoint.config.model_copy(update={"memory": fit})
         refitted = replace(checkpoint, config=config, metrics={**checkpoint.metrics, "memory": figures})
-        rewrite_description(path, refitted, model_card(refitted))
+        rewrite_description(Path(options.checkpoint), refitted, model_card(refitted))
     except (JobError, CheckpointError) as error:
         print(f"memory_fit: {error}", file=sys.stderr)
         return error.exit_code

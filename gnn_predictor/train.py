@@ -21,7 +21,8 @@ HELP = """usage: python -m gnn_predictor.train [experiment=smoke|p2|...|p6|b3|ab
 Trains a predictor and judges it on held-out runs; conf/train.yaml lists the keys and their defaults.
 
 examples:
-  python -m gnn_predictor.train experiment=smoke output=outputs/smoke
+  python -m gnn_predictor.train experiment=smoke           in a minute, to build/smoke
+  python -m gnn_predictor.train                            hours, to build/released; output=checkpoints: a release
   python -m gnn_predictor.train fit.epochs=60 network.hidden=128 output=outputs/wide
   python -m gnn_predictor.train corpus=my_cluster corpus.runs=runs.csv finetune_from=checkpoints output=build/mine
   python -m gnn_predictor.train --multirun sweep=each network.hidden=48,64

@@ -97,6 +97,13 @@ def test_a_checkpoint_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     assert main([str(tmp_path / "none")]) == 3
 
 
+def test_no_checkpoint_is_changed_that_was_not_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    assert "required: CHECKPOINT" in capsys.readouterr().err
+
+
 def test_sources_say_what_they_measured() -> None:
     runs = {run.source_id: run.memory_meter for run in read_runs(shipped_table("runs.parquet")) if run.peak_mem_gb}
     assert runs == {"megatron-golden": "last_rank", "bigscience": "device"}

@@ -85,6 +85,46 @@ def test_a_sweep_leaves_a_checkpoint_of_each(how: str, small_corpus: Corpus, tmp
 
 
 def test_a_sweep_under_torchrun_is_refused(tmp_path: Path) -> None:
+def test_few_runs_are_refused_before_any_fit(small_corpus: Corpus, tmp_path: Path) -> None:
+    """Of four runs, as their owner asks for it: no split of theirs can be fitted."""
+    tables = small_corpus.path.parent
+    read_table(tables / "runs.csv").head(4).to_csv(tmp_path / "runs.csv", index=False)
+    done = _train(
+        "experiment=smoke", "corpus=my_cluster", f"corpus.path={tmp_path / 'own'}",
+        f"hydra.run.dir={tmp_path / 'hydra'}", f"corpus.runs={tmp_path / 'runs.csv'}",
+        f"corpus.ops={tables / 'ops.parquet'}", f"work={tmp_path / 'work'}",
+        f"output={tmp_path / 'checkpoint'}", "tracking=disabled", "protocols.names=[P1,P2]",
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith(("train: ", "corpus "))]
+    assert told[0].startswith(f"train: corpus {tmp_path / 'own'}: ")
+    assert any(": P1-0: " in line and " runs to fit on, " in line for line in told)
+    assert "got 4 runs in " in told[-1]
+    assert "expected 10 to fit on and 1 to test" in told[-1]
+    assert "gnn_predictor.calibrate" in told[-1]
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize("wrong", [["finetune_from={}"], ["experiment=p2", "output={}"]])
+def test_a_checkpoint_that_is_not_there_is_told_before_a_corpus_is_built(wrong: list[str], tmp_path: Path) -> None:
+    paths = [f"corpus.path={tmp_path / 'corpus'}", f"hydra.run.dir={tmp_path / 'hydra'}", f"work={tmp_path / 'work'}"]
+    done = _train(*paths, *(each.format(tmp_path / "nope") for each in wrong))
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.startswith(f"train: checkpoint {tmp_path / 'nope'}: no such directory")
+    assert not (tmp_path / "corpus").exists()
+
+
+def test_no_training_replaces_the_released_checkpoint_unasked() -> None:
+    """And what adds its figures to a checkpoint looks where the training before it has written one."""
+    outputs = {}
+    for experiment in (None, *(file.stem for file in (Path(CONFIGURATION) / "experiment").glob("*.yaml"))):
+        GlobalHydra.instance().clear()
+        with initialize_config_dir(CONFIGURATION, version_base="1.3"):
+            outputs[experiment] = compose("train", [f"experiment={experiment}"] if experiment else []).output
+    assert outputs.pop("smoke") == "build/smoke"
+    assert set(outputs.values()) == {"build/released"}
+
+
     done = _train("-m", f"hydra.sweep.dir={tmp_path}", WORLD_SIZE="2", RANK="0")
     assert done.returncode == 2
     assert "train: --multirun under torchrun: start each training" in done.stderr
