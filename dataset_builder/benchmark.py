@@ -39,12 +39,22 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("jobs", nargs="*", metavar="JOB", help="job files, or plans (.json), whose steps are measured")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where cluster.json, ops.csv and runs.csv go")
-    parser.add_argument("--only", default="", help=f"parts to measure: {','.join(_PARTS)}")
-    parser.add_argument("--precision", default=_PRECISIONS, help="presets, measured side by side (jobs, not plans)")
+    parser.add_argument("--only", default="", help=f"parts to measure; default: all, {','.join(_PARTS)}")
+    parser.add_argument(
+        "--precision",
+        default=_PRECISIONS,
+        help="presets, measured side by side (jobs, not plans); default: %(default)s",
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="changes a key of every job")
-    parser.add_argument("--budget-s", type=float, default=600.0, help="seconds each part may take")
-    parser.add_argument("--rounds", type=int, default=15, help="steps timed of each job and precision, or more")
-    parser.add_argument("--most-uncertainty", type=float, default=0.05, help="no row whose median is known worse")
+    parser.add_argument(
+        "--budget-s", type=float, default=600.0, help="seconds each part may take; default: %(default)g"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="steps timed of each job and precision, or more; default: %(default)s"
+    )
+    parser.add_argument(
+        "--most-uncertainty", type=float, default=0.05, help="no row whose median is known worse; default: %(default)g"
+    )
     parser.add_argument(
         "--gpu", default="", help="the device as ops.csv names it; default: cluster.json, or torch's name"
     )

@@ -3,8 +3,8 @@
 Directory: ``runs.parquet`` (a measured run a row, its resolved job as JSON and the number of its graph),
 ``graphs.parquet nodes.parquet edges.parquet repeats.parquet stages.parquet`` (the graphs, each distinct one once),
 ``ops.parquet`` (a measured operator a row, as a graph node), ``splits.json`` (protocols P1 to P6),
-``skipped.csv`` (every row that was left out, with its reason), ``corpus.json`` (content hash, counts, versions),
-``README.md`` (card) and ``croissant.json``. Equal tables and an equal tracer give an equal content hash.
+``skipped.csv`` (every row that was left out, with its reason; runs first), ``corpus.json`` (content hash, counts,
+versions), ``README.md`` (card) and ``croissant.json``. Equal tables and an equal tracer give an equal content hash.
 """
 
 from __future__ import annotations
@@ -159,6 +159,8 @@ def build_corpus(
         "skipped": dict(sorted(Counter(_kind(reason) for _, _, reason in skipped).items())),
     }
     _write(output, tables, facts, skipped, split_definitions(kept, folds, seed))
+    left_out = Counter(table for table, _, _ in skipped)
+    _say(f"left out, with reasons: {left_out['runs']} runs, then {left_out['ops']} operators, in {output}/skipped.csv")
     _say(f"{output}: content {digest[:12]}, {_since(started)}")
     return load_corpus(output)
 
