@@ -129,6 +129,7 @@ def _fit_one(task: FitTask, shop: Workshop) -> None:
         shop.operators.select(torch.tensor(task.operators)),
         state_file=_file(task, shop, "state"),
         report=report,
+        name=task.name,
     )
     if ranks.is_leader():
         _replace(_file(task, shop, "weights"), lambda file: torch.save(network.state_dict(), file))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dataset_builder.job.errors import JobError
 from gnn_predictor import ranks
 from gnn_predictor.batch import GraphBatch
 from gnn_predictor.dataset import OperatorExamples, RunExamples, endless_rows, graph_batch, run_loader
@@ -69,11 +70,12 @@ def _stacked(runs: RunExamples, name: str) -> Iterator[Tensor]:
 
 def _moments(parts: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance of every column over all parts, merged pairwise (Chan, Golub, LeVeque 1979)."""
-    each = ((len(part), part.mean(0), part.var(0)) for part in parts)
+    # One row alone varies by nothing, which torch calls NaN.
+    each = ((len(part), part.mean(0), part.var(0).nan_to_num()) for part in parts)
     count, mean, variance = next(each)
     for more, its_mean, its_variance in each:
         whole, apart = count + more, its_mean - mean
-        squares = variance * (count - 1) + its_variance.nan_to_num() * (more - 1) + apart**2 * count * more / whole
+        squares = variance * (count - 1) + its_variance * (more - 1) + apart**2 * count * more / whole
         count, mean, variance = whole, mean + apart * more / whole, squares / (whole - 1)
     return mean, variance
 
@@ -94,16 +96,21 @@ def fit(
     operators: OperatorExamples,
     state_file: Path | None = None,
     report: EpochReport = lambda epoch, metrics: None,
+    name: str = "fit",
 ) -> Predictor:
     """Trains a new network of a configuration, or a copy of a network, on these runs; returns it in evaluation mode.
 
-    A copy keeps the scales of its inputs, which its weights were learnt with.
+    A copy keeps the scales of its inputs, which its weights were learnt with. JobError, naming the fit, where a loss is
+    no longer finite; the epoch before it stays saved.
     """
     training = _Training(start, settings, runs, operators)
     if state_file is not None:
         training.load(state_file)
     while training.epoch < settings.epochs:
         epoch, metrics = training.epoch, training.run_epoch()
+        if wrong := [f"{key} is {value}" for key, value in metrics.items() if not math.isfinite(value)]:
+            reason = f"epoch {epoch + 1} of {settings.epochs}: {', '.join(wrong)}; expected finite losses"
+            raise JobError([f"{reason}: try a fit.learning_rate below {settings.learning_rate:g}"], name)
         if ranks.is_leader():
             report(epoch, metrics)
         if state_file is not None:

@@ -51,9 +51,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from dataset_builder.corpus.build import load_corpus, open_corpus
-from dataset_builder.job.errors import JobError
 from dataset_builder.corpus.splits import Split
 from dataset_builder.hydra_errors import answering
+from dataset_builder.job.errors import JobError
 from gnn_predictor import ablation, ranks
 from gnn_predictor.ablation import Ablation, ablation_figures
 from gnn_predictor.adapter import ErrorCovariance
@@ -85,6 +85,7 @@ from gnn_predictor.protocols import (
     Protocol,
     blended,
     calibrated,
+    check_enough_runs,
     doubtful_figures,
     interval_of,
     network_error_of,
@@ -147,9 +148,12 @@ class Settings(BaseModel):
 
 def run_training(settings: Settings) -> Path:
     """Trains, evaluates and writes the checkpoint; returns its directory. Of several ranks only the leader writes."""
+    # A wrong path is told before a corpus is built.
+    start = load_checkpoint(settings.finetune_from) if settings.finetune_from is not None else None
+    if not settings.members:
+        load_checkpoint(settings.output)
     corpus = settings.corpus
     ranks.from_leader(lambda: open_corpus(**corpus.model_dump()).content_hash)  # builds it where there is none
-    start = load_checkpoint(settings.finetune_from) if settings.finetune_from is not None else None
     examples = load_examples(
         load_corpus(corpus.path),
         ExampleLimits(settings.max_runs, settings.max_operators, settings.graphs_held),
@@ -161,6 +165,8 @@ def run_training(settings: Settings) -> Path:
     directory = Path(settings.work) / _identity(config, examples)
     if not settings.members:
         _checkpoint_there(settings, config, examples)  # before hours of fits
+    splits_of = _splits(settings, examples)
+    check_enough_runs(splits_of, examples, corpus.path)
     shop = Workshop(config, examples.runs, examples.operators, directory, settings.workers)
     blind_shop = replace(shop, runs=examples.blind_runs) if examples.blind_runs else None
     known_runs = start.measured_runs if start else None
@@ -169,14 +175,13 @@ def run_training(settings: Settings) -> Path:
         shop = replace(shop, start=start_from(start, config))
         blind_shop = replace(blind_shop, start=start_from(start, config, blind=True)) if blind_shop else None
     protocols = [
-        Protocol.plan(name, protocol_splits(name, examples, settings.protocols.folds), shop, blind_shop,
-                      settings.fit, settings.protocols.members, regression)
+        Protocol.plan(name, splits_of[name], shop, blind_shop, settings.fit, settings.protocols.members, regression)
         for name in settings.protocols.names
-    ]  # fmt: skip
+    ]
     final = _final_tasks(settings, examples)
     # Rows of networks that are about to be replaced say nothing of the new ones.
     there = read_held_out(None if final else Path(settings.output))
-    ablations = _ablations(settings, examples, shop, there)
+    ablations = _ablations(settings, examples, shop, there, splits_of)
     final_blind = [replace(task, name=f"B3-{task.name}") for task in final[:1]] if blind_shop else []
     tracking = settings.tracking if ranks.is_leader() else {**settings.tracking, "mode": "disabled"}
     with Tracker(tracking, name=settings.name, config=settings.model_dump(mode="json")) as tracker:
@@ -238,13 +243,22 @@ def _identity(config: NetworkConfig, examples: Examples) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
-def _ablations(settings: Settings, examples: Examples, shop: Workshop, there: pd.DataFrame) -> list[Ablation]:
+def _splits(settings: Settings, examples: Examples) -> dict[str, list[Split]]:
+    """The splits of every protocol that is fitted."""
+    asked = settings.protocols
+    names = (*asked.names, *([ablation.PROTOCOL] if asked.ablations else []))
+    return {name: protocol_splits(name, examples, asked.folds) for name in names}
+
+
+def _ablations(
+    settings: Settings, examples: Examples, shop: Workshop, there: pd.DataFrame, splits_of: Mapping[str, list[Split]]
+) -> list[Ablation]:
     """Those that are asked for; CheckpointError without the full network's rows to set them beside."""
     if not settings.protocols.ablations:
         return []
     if settings.finetune_from is not None:
         raise CheckpointError("finetune_from: an ablation must not start from weights that know what it lacks")
-    splits = protocol_splits(ablation.PROTOCOL, examples, settings.protocols.folds)
+    splits = splits_of[ablation.PROTOCOL]
     trusted, names = set(examples.trusted), examples.runs.table["run_id"]
     tested = {names.iloc[row] for split in splits for row in split.test if row in trusted}
     rows_there = set(there["run_id"][there["protocol"] == ablation.PROTOCOL])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dataset_builder.corpus.splits import Split
+from dataset_builder.job.errors import JobError
 from dataset_builder.job.schema import TrainingJob
 from gnn_predictor.crossvalidation import (
     Workshop,
@@ -87,6 +88,23 @@ def test_finished_fits_are_not_repeated_and_other_settings_are(
     for settings in (SETTINGS, SETTINGS, replace(SETTINGS, learning_rate=1e-3)):
         fit_all(split_tasks(split, shop, settings, members=1), shop)
     assert len(list(tmp_path.glob("*.weights"))) == 2
+
+
+def test_one_run_has_scales(config: NetworkConfig, runs: RunExamples, operators: OperatorExamples) -> None:
+    """A column of one row varies by nothing, so what it says is mute, not NaN."""
+    fitted = fit(config, SETTINGS, runs.select(np.array([0])), operators)
+    assert torch.isfinite(weights(fitted)).all()
+
+
+def test_a_loss_that_is_not_finite_stops_the_fit(
+    tmp_path: Path, config: NetworkConfig, runs: RunExamples, operators: OperatorExamples
+) -> None:
+    wrong = replace(runs, table=runs.table.assign(iter_time_s=np.nan))
+    shop = Workshop(config, wrong, operators, tmp_path, num_workers=2)
+    tasks = split_tasks(Split("P1-0", tuple(range(12)), tuple(range(12, 16))), shop, SETTINGS, members=2)
+    with pytest.raises(JobError, match=r"P1-0\.\d: epoch 1 of 4: run_loss is nan, .*fit.learning_rate below 0.003"):
+        fit_all(tasks, shop)
+    assert not list(tmp_path.glob("*.state"))
 
 
 def test_conformal_factor_covers_its_level() -> None:

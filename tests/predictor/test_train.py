@@ -16,6 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from dataset_builder.corpus.build import Corpus
+from dataset_builder.corpus.measurements import read_table
 from gnn_predictor.checkpoint import load_checkpoint, released_checkpoint
 from gnn_predictor.train import CONFIGURATION, Settings
 
@@ -84,7 +85,6 @@ def test_a_sweep_leaves_a_checkpoint_of_each(how: str, small_corpus: Corpus, tmp
         assert [each.config.network["hidden"] for each in found] == [8, 12]
 
 
-def test_a_sweep_under_torchrun_is_refused(tmp_path: Path) -> None:
 def test_few_runs_are_refused_before_any_fit(small_corpus: Corpus, tmp_path: Path) -> None:
     """Of four runs, as their owner asks for it: no split of theirs can be fitted."""
     tables = small_corpus.path.parent
@@ -125,6 +125,7 @@ def test_no_training_replaces_the_released_checkpoint_unasked() -> None:
     assert set(outputs.values()) == {"build/released"}
 
 
+def test_a_sweep_under_torchrun_is_refused(tmp_path: Path) -> None:
     done = _train("-m", f"hydra.sweep.dir={tmp_path}", WORLD_SIZE="2", RANK="0")
     assert done.returncode == 2
     assert "train: --multirun under torchrun: start each training" in done.stderr
