@@ -22,7 +22,7 @@ Trains a predictor and judges it on held-out runs; conf/train.yaml lists the key
 
 examples:
   python -m gnn_predictor.train experiment=smoke           in a minute, to build/smoke
-  python -m gnn_predictor.train                            hours, to build/released; output=checkpoints: a release
+  python -m gnn_predictor.train                            an hour, to build/released; output=checkpoints: a release
   python -m gnn_predictor.train fit.epochs=60 network.hidden=128 output=outputs/wide
   python -m gnn_predictor.train corpus=my_cluster corpus.runs=runs.csv finetune_from=checkpoints output=build/mine
   python -m gnn_predictor.train --multirun sweep=each network.hidden=48,64

@@ -437,7 +437,9 @@ def _value_at(node: Any, path: str) -> Any:
 def _example(path: str) -> str:
     words = {"model.normalization": "rmsnorm|layernorm", "model.activation": "swiglu|gelu",
              "model.tie_embeddings": "true|false", "model.bias": "true|false",
-             "model.position_embedding": "rope|learned|none"}  # fmt: skip
+             "model.position_embedding": "rope|learned|none", "parallel.sequence_parallel": "true|false",
+             "parallel.recompute.mode": "none|selective|full",
+             "parallel.sharding": "none|zero1|zero2|zero3|hsdp"}  # fmt: skip
     return words.get(path, "N")
 
 
