@@ -27,21 +27,12 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _check_header(path: str) -> int:
-    """Whether the table can be read and has its columns; the exit code."""
-    from dataset_builder.corpus.measurements import runs_columns
-    from dataset_builder.job.errors import JobError
+if __name__ == "__main__":
+    _runs = _parser().read(None).runs  # answers --help and ends
+    from dataset_builder.corpus.measurements import header_exit_code
 
-    try:
-        runs_columns(path)
-    except JobError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-if __name__ == "__main__" and (refused := _check_header(_parser().read(None).runs)):
-    sys.exit(refused)  # as --help does, before what takes seconds to import
+    if _refused := header_exit_code(_runs):
+        sys.exit(_refused)  # before what takes seconds to import
 
 import math
 import os

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataset_builder.job.document import JobText, job_text, parse_document
 from dataset_builder.job.errors import CannotRunError, JobError
-from dataset_builder.job.schema import TrainingJob
+from dataset_builder.job.schema import WHOLE_MODEL, TrainingJob
 
 if TYPE_CHECKING:
     from dataset_builder.job.importers.formats import ImportedFiles
@@ -220,10 +220,7 @@ def _in_order(settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[st
     """The whole before its parts, so that ``--set precision.attention=fp32`` holds under every compared precision."""
     merged = {**settings, **chosen}
     # Another preset or config replaces the whole model, sizes set on it included.
-    return dict(sorted(merged.items(), key=lambda item: (item[0] not in _WHOLE_MODEL, item[0].count("."))))
-
-
-_WHOLE_MODEL = ("model.preset", "model.config")
+    return dict(sorted(merged.items(), key=lambda item: (item[0] not in WHOLE_MODEL, item[0].count("."))))
 
 
 def paying_speedup(gemm_peak_ratio: float) -> float:

@@ -9,6 +9,7 @@ Exit codes: 0; 2 bad usage or a file that can't be read (names file and column);
 
 from __future__ import annotations
 
+import os
 import sys
 
 from dataset_builder.command_line import answered_at_once
@@ -27,33 +28,17 @@ examples:
   python -m gnn_predictor.evaluate runs=runs.csv output=outputs/evaluation
   python -m gnn_predictor.evaluate runs=runs.csv output=outputs/mine checkpoint=my-checkpoint baselines=false"""
 
-
-def _check_header(overrides: list[str]) -> int:
-    """Whether ``runs=``, where it is a file's plain name, has its columns; the exit code."""
-    from pathlib import Path
-
-    from dataset_builder.corpus.measurements import runs_columns
-    from dataset_builder.job.errors import JobError
-
-    runs = dict(each.partition("=")[::2] for each in overrides).get("runs", "")
-    try:
-        if Path(runs).is_file():
-            runs_columns(runs)
-    except JobError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
 if __name__ == "__main__":  # before what takes seconds to import
     if answered_at_once(HELP, sys.argv[1:]):
         sys.exit(0)
-    if refused := _check_header(sys.argv[1:]):
-        sys.exit(refused)
+    from dataset_builder.corpus.measurements import header_exit_code
+
+    _plain = [each.removeprefix("runs=") for each in sys.argv[1:] if each.startswith("runs=")]
+    if _plain and os.path.isfile(_plain[-1]) and (_refused := header_exit_code(_plain[-1])):
+        sys.exit(_refused)
 
 import json
 import math
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -224,7 +209,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         config = _configuration(overrides)
-        runs_columns(config["runs"])
         checkpoint = load_checkpoint(config["checkpoint"])
         output = Path(config["output"])
         metrics = evaluate(Path(config["runs"]), output, checkpoint, baselines=bool(config["baselines"]))

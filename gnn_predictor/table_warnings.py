@@ -12,7 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dataset_builder.corpus.measurements import LAYOUT_COLUMNS, RunMeasurement
+from dataset_builder.corpus.measurements import RunMeasurement
+from dataset_builder.corpus.table_columns import LAYOUT_COLUMNS
 
 _MOST_LINES = 12
 _MOST_NAMES = 10

@@ -12,6 +12,7 @@ import gc
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -19,12 +20,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
+import pyarrow.parquet as pq
 
 from dataset_builder.corpus.job_row import JOB_COLUMNS, RowError
 from dataset_builder.corpus.operators import OperatorError, OperatorRow, operator_node
 from dataset_builder.corpus.run_jobs import job_mapping
 from dataset_builder.corpus.spellings import cell_text, precision_name
-from dataset_builder.corpus.table_columns import LABEL_COLUMNS, missing_columns
+from dataset_builder.corpus.table_columns import LABEL_COLUMNS, LAYOUT_COLUMNS, missing_columns
 from dataset_builder.corpus.trust import doubt
 from dataset_builder.job.errors import JobError
 from dataset_builder.job.hardware import DeviceSpec
@@ -36,13 +38,7 @@ MemoryMeter = Literal["allocator", "last_rank", "device"]
 """What a source's peak memory is: the allocator's peak (``torch.cuda.max_memory_allocated``) on the fullest rank or on
 the last, or all that is taken on the fullest device (``nvidia-smi``)."""
 _MEMORY_METERS: dict[str, MemoryMeter] = {"megatron-golden": "last_rank", "bigscience": "device"}
-
-
 _UNMISTAKABLE = 3  # other separators in a header without a comma
-LAYOUT_COLUMNS = (
-    "framework", "arch", "tp", "pp", "sharding", "micro_batch", "act_ckpt", "attention", "sequence_parallel",
-)  # fmt: skip
-"""What decides most of a run's time and memory beside its sizes, and gets a default where a row leaves it blank."""
 
 
 @dataclass(frozen=True)
@@ -102,30 +98,47 @@ def shipped_table(name: str) -> Path:
     return Path(str(resources.files("dataset_builder.corpus").joinpath("tables", name)))
 
 
-def read_table(path: str | Path, rows: int | None = None) -> pd.DataFrame:
-    """A table by its suffix, or so many ``rows`` of a CSV; raises JobError when it cannot be read."""
+def read_table(path: str | Path) -> pd.DataFrame:
+    """A table by its suffix; raises JobError when it cannot be read."""
     path = Path(path)
+    with _told_as_job_error(path):
+        return pd.read_parquet(path) if path.suffix == ".parquet" else _read_csv(path)
+
+
+def runs_columns(path: str | Path) -> list[str]:
+    """The columns of a runs table, without reading its rows; raises JobError when one is missing."""
+    path = Path(path)
+    with _told_as_job_error(path):
+        names = pq.read_schema(path).names if path.suffix == ".parquet" else _read_csv(path, rows=0).columns
+    return _checked_columns(names, path)
+
+
+def header_exit_code(path: str | Path) -> int:
+    """For commands that take seconds to import: prints what is wrong with a runs table's header; the exit code."""
     try:
-        if path.suffix == ".parquet":
-            return pd.read_parquet(path)
-        return _read_csv(path, rows)
+        runs_columns(path)
+    except JobError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+@contextlib.contextmanager
+def _told_as_job_error(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, UnicodeDecodeError) as error:
         raise JobError([f"cannot be read as a table: {error}"], source=str(path)) from None
 
 
-def runs_columns(path: str | Path) -> list[str]:
-    """The columns of a runs table, before its rows are read; raises JobError when one is missing."""
-    return _checked_columns(read_table(path, rows=0), path)
-
-
-def _checked_columns(table: pd.DataFrame, path: str | Path) -> list[str]:
-    columns = [str(column) for column in table.columns]
+def _checked_columns(names: Iterable[Any], path: str | Path) -> list[str]:
+    columns = [str(name) for name in names]
     if missing := missing_columns(columns):
         raise JobError(missing, source=str(path))
     return columns
 
 
-def _read_csv(path: Path, rows: int | None) -> pd.DataFrame:
+def _read_csv(path: Path, rows: int | None = None) -> pd.DataFrame:
     """Commas, or what a spreadsheet writes in their place: tabs, or semicolons where the decimal mark is a comma."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         header = file.readline(1 << 20)
@@ -147,7 +160,7 @@ def _read_csv(path: Path, rows: int | None) -> pd.DataFrame:
 def read_runs(path: str | Path) -> list[RunMeasurement]:
     """Every row of a runs table, in order; raises JobError when columns that every job needs are missing."""
     table = read_table(path)
-    columns = _checked_columns(table, path)
+    columns = _checked_columns(table.columns, path)
     rows = (dict(zip(columns, row, strict=True)) for row in table.itertuples(index=False, name=None))
     return [_run(_without_label_columns(row), number, doubt(row)) for number, row in enumerate(rows)]
 

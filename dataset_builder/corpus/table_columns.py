@@ -18,6 +18,11 @@ LABEL_COLUMNS = (
 )  # fmt: skip
 """Figures computed from the measured time, or about how it was: no job is built from them."""
 
+LAYOUT_COLUMNS = (
+    "framework", "arch", "tp", "pp", "sharding", "micro_batch", "act_ckpt", "attention", "sequence_parallel",
+)  # fmt: skip
+"""What decides most of a run's time and memory beside its sizes, and gets a default where a row leaves it blank."""
+
 _MEASURED = ("iter_time_s", "peak_mem_gb")
 _BOOKKEEPING = (
     "run_id", "job_group", "source", "license", "licence", "framework_version", "tokens_per_s", "tflops", "mfu", "hfu",

@@ -11,7 +11,7 @@ from dataset_builder.job.hardware import device_names, link_names
 from dataset_builder.job.precision import PRECISION_PRESETS
 from dataset_builder.job.presets import preset_names
 from dataset_builder.job.reasons import model_in
-from dataset_builder.job.schema import TrainingJob
+from dataset_builder.job.schema import WHOLE_MODEL, TrainingJob
 
 _SEPARATOR = ","
 
@@ -27,7 +27,7 @@ def settings_starting_with(prefix: str) -> list[str]:
 
 def key_paths() -> list[str]:
     """Every key path of a job, groups before what they hold."""
-    return ["model.preset", "model.config", *_paths_below(TrainingJob, "")]
+    return [*WHOLE_MODEL, *_paths_below(TrainingJob, "")]
 
 
 def values_of(path: str) -> tuple[str, ...]:

@@ -363,6 +363,10 @@ def _framework_family(framework: str | None) -> str:
     return next((family for family, marks in families.items() if any(mark in name for mark in marks)), "other")
 
 
+WHOLE_MODEL = ("model.preset", "model.config")
+"""Key paths that, set anew, replace the whole model."""
+
+
 def overridden(data: Any, overrides: Mapping[str, Any]) -> Any:
     """A job's plain values with key paths set, in order; a text value is read as YAML, as in the file."""
     if not isinstance(data, dict):
@@ -376,7 +380,7 @@ def overridden(data: Any, overrides: Mapping[str, Any]) -> Any:
 def _dropped(data: Any, overrides: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for every part of a job that is replaced as a whole, with the keys that it stated beside its name."""
     for path, value in overrides.items():
-        part = "model" if path in ("model.preset", "model.config") else path
+        part = "model" if path in WHOLE_MODEL else path
         there: Any = data
         for key in part.split("."):
             there = there.get(key) if isinstance(there, Mapping) else None

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from dataset_builder.job.importers.accelerate import read_fsdp_formats
 from dataset_builder.job.importers.config_file import ConfigFile
-from dataset_builder.job.importers.model_names import preset_called
 from dataset_builder.job.importers.reading import Draft, Reading
-from dataset_builder.job.presets import preset
+from dataset_builder.job.importers.trainers import (
+    default_frozen_weights,
+    loaded_format,
+    names_mlp,
+    read_amp,
+    read_fp8,
+    read_named_model,
+    read_optimizer,
+    state_targets,
+    warn_fused_loss,
+    warn_preferences,
+)
 from dataset_builder.job.reasons import shown
 
 NAME, KNOWN_BY = "axolotl YAML", "base_model, sequence_len, micro_batch_size, datasets"
@@ -25,7 +35,6 @@ _IGNORED = (
     "pad_to_sequence_len", "shuffle*", "base_model_config", "cut_cross_entropy", "liger_*", "mlflow*", "comet*",
     "sample_packing", "eval_sample_packing", "loraplus*", "pretraining_dataset*", "revision_of_model", "use_*",
 )  # fmt: skip
-_OPTIMIZERS = (("muon", "muon"), ("lion", "lion"), ("adafactor", "adafactor"), ("adam", "adamw"), ("sgd", "sgd"))
 
 
 def likeness(file: ConfigFile) -> int:
@@ -56,62 +65,6 @@ def read(file: ConfigFile) -> Reading:
     draft.framework("axolotl", is_engine=False)
     draft.understood(*_IGNORED)
     return draft.reading()
-
-
-def read_named_model(draft: Draft, key: str) -> None:
-    """The shipped model of a name; a name of another model or a folder is asked for by its config.json."""
-    name = draft.text(key, asks="model")
-    if name is None:
-        return
-    if known := preset_called(name):
-        draft.imply("model.preset", known, f"{key}: {name[:80]}")
-    else:
-        draft.ask("model", f"{key} {name[:80]} is no shipped model")
-
-
-def read_amp(draft: Draft, bf16: str, fp16: str, tf32: str) -> None:
-    """Automatic mixed precision of a Hugging Face trainer: one of two formats, or fp32 (TF32 when switched on)."""
-    on_bf16, on_fp16 = (draft.flag(key, asks="precision.preset") for key in (bf16, fp16))
-    if on_bf16 and on_fp16:
-        draft.refuse(f"{bf16} and {fp16} are both true; expected one of them")
-    elif on_bf16 or on_fp16:
-        draft.state("precision.preset", "bf16_mixed" if on_bf16 else "fp16_mixed", bf16 if on_bf16 else fp16)
-        if draft.flag(tf32):
-            draft.warn(f"{tf32} beside {bf16 if on_bf16 else fp16}: only what stays in fp32 would use it; not modelled")
-    elif not any(draft.has(key) and draft.flag(key) is None for key in (bf16, fp16)):
-        name = "tf32" if draft.flag(tf32) else "fp32"
-        draft.default("precision.preset", name, f"{bf16} and {fp16} are off")
-
-
-def read_fp8(draft: Draft) -> None:
-    """fp8 linears over the formats that are read already, which FSDP keeps for everything else."""
-    gathers = draft.flag("fp8_enable_fsdp_float8_all_gather")
-    if not draft.flag("fp8"):
-        return
-    draft.state("precision.preset", "fp8_tensorwise", "fp8")
-    draft.warn_mixed("bf16", "fp8", "fp8_tensorwise")
-    if gathers and draft.get("parallel.sharding") in ("zero2", "zero3", "hsdp"):
-        draft.state("precision.param_gather", "fp8", "fp8_enable_fsdp_float8_all_gather")
-
-
-def loaded_format(draft: Draft) -> str | None:
-    """The 16-bit format of autocast, which these trainers load the weights in; ``None`` in fp32."""
-    return {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}.get(str(draft.get("precision.preset")))
-
-
-def default_frozen_weights(draft: Draft) -> None:
-    """Beside adapters, which are trained in fp32, the weights stay in 16 bits, as they are loaded."""
-    if low := loaded_format(draft):
-        draft.default("precision.params", low, "frozen weights are loaded in 16 bits")
-        draft.default("precision.main_params", "fp32", "adapters are trained in fp32")
-
-
-def warn_preferences(draft: Draft, key: str, value: str) -> None:
-    """Preferences and rewards take more passes than the one that is predicted."""
-    draft.warn(
-        f"{key} {value[:30]}: predicted as one forward and backward pass of the trained model with one sequence a "
-        "sample; passes of a reference or reward model, second answers and generation are not counted"
-    )
 
 
 def _read_accumulation(draft: Draft) -> None:
@@ -220,23 +173,6 @@ def _read_adapter(draft: Draft) -> None:
         draft.warn("weights in 4 or 8 bit are not modelled; predicted as frozen 16-bit weights")
 
 
-def names_mlp(targets: object) -> bool:
-    """Whether a list, a name or a pattern of adapted modules reaches beyond attention."""
-    words = ("gate", "up_proj", "down", "mlp", "all", "experts", "w1", "w2", "w3")
-    return any(word in str(targets) for word in words)
-
-
-def state_targets(draft: Draft, wide: Sequence[str], *keys: str) -> None:
-    """``wide``: the keys that adapt feed-forward layers too, which is predicted of a model without experts only."""
-    named = draft.get("model.preset")
-    has_experts = named is not None and "moe" in preset(named)
-    for key in wide if has_experts else ():
-        draft.warn(f"{key} {shown(draft.raw(key))}: adapters of experts are not modelled; predicted with those of "
-                   "attention alone")  # fmt: skip
-    targets = "attention_and_mlp" if wide and not has_experts else "attention"
-    draft.state("model.lora.targets", targets, *keys)
-
-
 def _read_software(draft: Draft) -> None:
     kernel = draft.text("attn_implementation") or ""
     if draft.flag("flash_attention") or kernel.startswith("flash"):
@@ -251,21 +187,3 @@ def _read_software(draft: Draft) -> None:
     fused += [key for key in ("cut_cross_entropy", "liger_fused_linear_cross_entropy") if draft.flag(key)]
     warn_fused_loss(draft, *fused)
     read_optimizer(draft, "optimizer")
-
-
-def warn_fused_loss(draft: Draft, *switches: str) -> None:
-    """A loss fused with the head keeps no logits, which are counted."""
-    if switches:
-        draft.warn(f"{switches[0][:80]}: a loss that keeps no logits is not modelled; memory is with them")
-
-
-def read_optimizer(draft: Draft, key: str) -> None:
-    """A Hugging Face trainer's optimizer: its family; 8-bit states are told."""
-    name = (draft.text(key) or "").lower()
-    known = next((known for word, known in _OPTIMIZERS if word in name), None)
-    if known:
-        draft.state("optimizer.name", known, key)
-    elif name:
-        draft.warn(f"{key} {name[:40]} is not modelled; adamw is taken")
-    if "8bit" in name or "paged" in name:
-        draft.warn(f"{key} {name[:40]}: 8-bit or paged states are not modelled")

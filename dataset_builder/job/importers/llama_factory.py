@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataset_builder.job.importers.accelerate import read_fsdp_formats
-from dataset_builder.job.importers.axolotl import (
+from dataset_builder.job.importers.config_file import ConfigFile
+from dataset_builder.job.importers.reading import Draft, Reading
+from dataset_builder.job.importers.trainers import (
     default_frozen_weights,
     names_mlp,
     read_amp,
@@ -14,8 +16,6 @@ from dataset_builder.job.importers.axolotl import (
     warn_fused_loss,
     warn_preferences,
 )
-from dataset_builder.job.importers.config_file import ConfigFile
-from dataset_builder.job.importers.reading import Draft, Reading
 
 NAME, KNOWN_BY = "LLaMA-Factory YAML", "model_name_or_path, finetuning_type, cutoff_len"
 _MARKS = ("model_name_or_path", "finetuning_type", "cutoff_len", "per_device_train_batch_size", "stage", "template",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from dataset_builder.job.importers.axolotl import read_named_model
 from dataset_builder.job.importers.config_file import ConfigFile
 from dataset_builder.job.importers.megatron import storage_format
 from dataset_builder.job.importers.reading import Draft, Reading, as_number
+from dataset_builder.job.importers.trainers import read_named_model
 from dataset_builder.job.presets import preset
 from dataset_builder.job.reasons import shown
 

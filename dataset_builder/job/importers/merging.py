@@ -17,13 +17,12 @@ from dataset_builder.job.errors import CannotRunError, JobError
 from dataset_builder.job.importers.model_names import contradictions, parameters_text
 from dataset_builder.job.importers.reading import Rank, Reading, Setting, as_count
 from dataset_builder.job.reasons import shown
-from dataset_builder.job.schema import TrainingJob, overridden
+from dataset_builder.job.schema import WHOLE_MODEL, TrainingJob, overridden
 
 _GPUS, _STEPS = ("cluster", "num_gpus"), ("batch", "gradient_accumulation_steps")
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _ALWAYS = ("batch.seq_length", "batch.micro_batch_size", "batch.global_batch_size", "precision.preset", "cluster.gpu",
            "cluster.num_gpus")  # fmt: skip
-_WHOLE_MODEL = ("model.preset", "model.config")  # with --set, of which all other sizes of the files give way
 _BESIDE_MODEL = ("name", "lora", "overrides")  # what says nothing of a model's sizes
 _MOST_TOLD = 12
 _NARROW = ("fp8", "mxfp8", "nvfp4")  # formats that a preset is named after
@@ -124,7 +123,7 @@ def _plain(value: Any) -> str:
 
 def _is_set(path: str, overrides: Mapping[str, Any]) -> bool:
     """Whether ``--set`` gives a key path, or the whole that it is a part of."""
-    whole_model = any(given in overrides for given in _WHOLE_MODEL) and path.startswith("model.")
+    whole_model = any(given in overrides for given in WHOLE_MODEL) and path.startswith("model.")
     return (whole_model and not _is_lora(path)) or any(
         path == given or path.startswith(f"{given}.") for given in overrides
     )
@@ -162,13 +161,13 @@ def _choose_model(settings: dict[str, Setting], warnings: list[str]) -> None:
         settings[f"model.overrides.{path[6:]}"] = settings.pop(path)
 
 
-def _replaced_model(settings: dict[str, Setting], overrides: Mapping[str, Any]) -> list[str]:
+def _replaced_model(settings: Mapping[str, Setting], overrides: Mapping[str, Any]) -> list[str]:
     """What the files state of a model and ``--set`` of a whole one replaces."""
-    given = next((path for path in _WHOLE_MODEL if path in overrides), None)
+    given = next((path for path in WHOLE_MODEL if path in overrides), None)
     stated = [
         f"{path.partition('.')[2]} {setting.value}"[:80]
         for path, setting in settings.items()
-        if path.startswith("model.") and path not in (*_WHOLE_MODEL, "model.name", "model.vocab_multiple")
+        if path.startswith("model.") and path not in (*WHOLE_MODEL, "model.name", "model.vocab_multiple")
         and not _is_lora(path) and setting.rank <= Rank.INHERITED
     ]  # fmt: skip
     if not given or not stated:
@@ -414,7 +413,7 @@ class _JobDraft:
 
 def _with_lora(data: dict[str, Any], settings: Mapping[str, Setting], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The data with the files' adapter on the model that ``--set`` gives; what it says of the adapter holds."""
-    if not any(given in overrides for given in _WHOLE_MODEL):
+    if not any(given in overrides for given in WHOLE_MODEL):
         return data
     kept = {
         f"model.overrides.{path.removeprefix('model.').removeprefix('overrides.')}": setting.value
