@@ -312,9 +312,11 @@ def _resolved_parallel(job: TrainingJob, notes: list[str]) -> ParallelPlan:
         filled["virtual_pipeline"] = 2
         notes.append(f"parallel.virtual_pipeline: 2, as {plan.schedule} folds two model chunks a rank to a V")
     if plan.sequence_parallel is None:
-        filled["sequence_parallel"] = value = plan.tensor > 1 and family == "megatron-core"
+        experts = family == "megatron-lm" and job.model.moe is not None  # Megatron-LM refuses them without it
+        filled["sequence_parallel"] = value = plan.tensor > 1 and (family == "megatron-core" or experts)
         if plan.tensor > 1:
-            notes.append(f"parallel.sequence_parallel: {str(value).lower()} assumed (not given)")
+            reason = ", which experts under tensor parallelism require" if experts else ""
+            notes.append(f"parallel.sequence_parallel: {str(value).lower()} assumed{reason} (not given)")
     if plan.sharding is None:
         filled["sharding"] = {"megatron-core": "zero1", "megatron-lm": "zero1", "fsdp": "zero3"}.get(family, "none")
         notes.append(f"parallel.sharding: {filled['sharding']} assumed (not given)")

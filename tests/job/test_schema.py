@@ -224,6 +224,18 @@ def test_assumptions_are_said_once_each() -> None:
     assert resolved.precision.main_params == "fp32"
 
 
+def test_experts_under_tensor_parallel_are_sequence_parallel_in_megatron() -> None:
+    """Megatron-LM refuses to run them without (``validate_args``), as the table's rows are read."""
+
+    def sequence_parallel(model: str, **changes: Any) -> bool | None:
+        data = job(model={"preset": model}, software={"framework": "megatron-lm"}, parallel={"tensor": 2, **changes})
+        return TrainingJob.parse(data).resolved().parallel.sequence_parallel
+
+    assert sequence_parallel("mixtral-8x7b")
+    assert not sequence_parallel("mixtral-8x7b", sequence_parallel=False)
+    assert not sequence_parallel("llama2-7b")
+
+
 @pytest.mark.parametrize(
     ("framework", "sharding", "params"),
     [(None, "none", "fp32"), ("megatron-lm", "zero1", "bf16"), ("llm-foundry", "zero3", "fp32"),
