@@ -41,6 +41,7 @@ class GraphBatch:
     cell_launches: Tensor  # [K * NUM_SLOTS]
     cell_graph: Tensor  # [K * NUM_SLOTS]
     device: Tensor  # [B] index of the learned device vector; 0: unknown
+    library: Tensor  # [B] the same of the library that an operator was measured in; 0: unknown, as in every job
     hardware: Tensor  # [B, hardware feature]
     software: Tensor  # [B, software feature]
     workload: Tensor  # [B, workload feature]
@@ -85,7 +86,8 @@ def collate(graphs: Sequence[GraphArrays], devices: Sequence[str]) -> GraphBatch
         entry_weight=joined("entry_weight"),
         cell_launches=joined("cell_launches"),
         cell_graph=torch.from_numpy(np.repeat(np.arange(len(graphs)), num_cells)),
-        device=torch.tensor([device_index(g.device_name, devices) for g in graphs]),
+        device=torch.tensor([vector_index(g.device_name, devices) for g in graphs]),
+        library=torch.zeros(len(graphs), dtype=torch.long),
         hardware=joined("hardware"),
         software=joined("software"),
         workload=joined("workload"),
@@ -94,9 +96,9 @@ def collate(graphs: Sequence[GraphArrays], devices: Sequence[str]) -> GraphBatch
     )
 
 
-def device_index(name: str, devices: Sequence[str]) -> int:
-    """Row of a device's learned vector; 0 when it has none."""
-    return devices.index(name) + 1 if name in devices else 0
+def vector_index(name: str, known: Sequence[str]) -> int:
+    """Row of the learned vector of a device or a library; 0 when it has none."""
+    return known.index(name) + 1 if name in known else 0
 
 
 def stage_rows(stage_classes: Sequence[Sequence[int]], num_cells: Sequence[int]) -> tuple[tuple[int, ...], ...]:

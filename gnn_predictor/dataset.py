@@ -22,7 +22,7 @@ from torch_geometric.loader import DataLoader
 from dataset_builder.corpus.measurements import OpMeasurement
 from dataset_builder.tracing.work import roofline_s
 from gnn_predictor import ranks
-from gnn_predictor.batch import GraphBatch, device_index, pipeline_shape, stage_rows
+from gnn_predictor.batch import GraphBatch, pipeline_shape, stage_rows, vector_index
 from gnn_predictor.features import (
     FORMATS,
     GraphArrays,
@@ -63,7 +63,7 @@ def run_data(graph: GraphArrays, devices: Sequence[str], row: int) -> RunData:
         **tensors,
         num_nodes=len(graph.log_roofline_s),
         num_cells=torch.tensor([len(graph.cell_launches)]),
-        device=torch.tensor([device_index(graph.device_name, devices)]),
+        device=torch.tensor([vector_index(graph.device_name, devices)]),
         row=torch.tensor([row]),
         shape=pipeline_shape(graph),
         stage_class=tuple(graph.stage_class.tolist()),
@@ -78,6 +78,7 @@ def graph_batch(data: Any) -> GraphBatch:
         node_graph=data.batch,
         cell_graph=torch.repeat_interleave(torch.arange(len(num_cells)), data.num_cells),
         device=data.device,
+        library=torch.zeros_like(data.device),
         shapes=tuple(data.shape),
         stage_rows=stage_rows(data.stage_class, num_cells),
     )
@@ -156,7 +157,7 @@ class RunExamples:
 
 @dataclass(frozen=True)
 class OperatorExamples:
-    """Measured operators, columns as in :class:`GraphBatch`; ``place`` is the row of their device and links."""
+    """Measured operators, columns as in :class:`GraphBatch`; ``place`` is the row of their device and library."""
 
     table: pd.DataFrame  # op_id, source_id, gpu, kind, dtype, op_group, latency_s
     node_features: Tensor  # [O, node feature]
@@ -169,6 +170,7 @@ class OperatorExamples:
     place: Tensor  # [O]
     hardware: Tensor  # [P, hardware feature]
     device: Tensor  # [P]
+    library: Tensor  # [P]
     software: Tensor  # [P, software feature]
     workload: Tensor  # [P, workload feature]
 
@@ -214,6 +216,7 @@ class OperatorExamples:
             cell_launches=torch.zeros(0),
             cell_graph=none,
             device=self.device[places],
+            library=self.library[places],
             hardware=self.hardware[places],
             software=self.software[places],
             workload=self.workload[places],
@@ -223,14 +226,15 @@ class OperatorExamples:
 
 
 def operator_examples(
-    operators: Sequence[OpMeasurement], devices: Sequence[str], num_workload: int
+    operators: Sequence[OpMeasurement], devices: Sequence[str], libraries: Sequence[str], num_workload: int
 ) -> OperatorExamples:
-    """Features and labels of measured operators."""
-    places: dict[tuple[str, str, bool], int] = {}
+    """Features and labels of measured operators; ``devices`` and ``libraries`` are those with a learned vector."""
+    index = {name: vector_index(name, libraries) for name in {op.library for op in operators}}
+    places: dict[tuple[str, str, bool, int], int] = {}
     hardware, place, rows, properties, formats, rooflines = [], [], [], [], [], []
     for op in operators:
         seconds = max(roofline_s(op.node, op.device, op.group), 1e-9)
-        key = (op.device.name, op.source_id, op.includes_launch)
+        key = (op.device.name, op.source_id, op.includes_launch, index[op.library])
         if key not in places:
             places[key] = len(places)
             hardware.append(hardware_features(op.device, None, None, 1))
@@ -240,7 +244,7 @@ def operator_examples(
         properties.append(format_features(op.node, op.device))
         formats.append([FORMATS.index(op.node.input_dtype), FORMATS.index(op.node.output_dtype)])
         rooflines.append(seconds)
-    software = [operator_software_features(source, includes_launch) for _, source, includes_launch in places]
+    software = [operator_software_features(source, includes_launch) for _, source, includes_launch, _ in places]
     table = pd.DataFrame(
         {
             "op_id": [op.op_id for op in operators],
@@ -263,7 +267,8 @@ def operator_examples(
         log_seconds=torch.tensor([op.latency_s for op in operators], dtype=torch.float64).log().float(),
         place=torch.tensor(place),
         hardware=torch.tensor(hardware, dtype=torch.float32),
-        device=torch.tensor([device_index(name, devices) for name, _, _ in places]),
+        device=torch.tensor([vector_index(name, devices) for name, *_ in places]),
+        library=torch.tensor([library for *_, library in places]),
         software=torch.tensor(software, dtype=torch.float32),
         workload=torch.zeros(len(places), num_workload),  # the first column, 0, says: an operator on its own,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dataset_builder.corpus.build import Corpus
-from dataset_builder.corpus.measurements import RunMeasurement
+from dataset_builder.corpus.measurements import OpMeasurement, RunMeasurement
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.layout import rank_layout
 from dataset_builder.tracing.trace import build_graph
@@ -21,6 +22,9 @@ from gnn_predictor.dataset import OperatorExamples, RunExamples, operator_exampl
 from gnn_predictor.features import GraphArrays, featurize
 from gnn_predictor.graph_store import GraphStore
 from gnn_predictor.run_classes import gpu_count, model_size
+
+# A library of fewer operators has no vector of its own.
+_LEAST_OPERATORS = 60
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class Examples:
     operators: OperatorExamples
     reference: tuple[dict[str, float | str], ...]  # the baselines' features of the runs
     devices: tuple[str, ...]
+    libraries: tuple[str, ...]
     corpus_hash: str
 
     @property
@@ -55,11 +60,16 @@ class ExampleLimits:
 
 
 def load_examples(
-    corpus: Corpus, limits: ExampleLimits, scratch: Path, blind: bool = False, known_devices: tuple[str, ...] = ()
+    corpus: Corpus,
+    limits: ExampleLimits,
+    scratch: Path,
+    blind: bool = False,
+    known_devices: tuple[str, ...] = (),
+    known_libraries: tuple[str, ...] = (),
 ) -> Examples:
     """Features of a corpus; graphs that are not held go to a file in ``scratch`` that goes with this process.
 
-    ``known_devices`` come first among the devices, whether or not the corpus has them.
+    ``known_devices`` and ``known_libraries`` come first among theirs, whether or not the corpus has them.
     """
     stored = corpus.stored_runs().select(_spread_out(corpus.facts["num_runs"], limits.max_runs))
     held = limits.graphs_held if limits.graphs_held is not None and limits.graphs_held < len(stored) else None
@@ -75,13 +85,15 @@ def load_examples(
     operators = corpus.operators_at(_evenly(corpus, limits.max_operators))
     found = set(table.pop("device")) | {op.device.name for op in operators}
     devices = (*known_devices, *sorted(found - set(known_devices)))
+    libraries = (*known_libraries, *sorted(_libraries(operators) - set(known_libraries)))
     return Examples(
         RunExamples(table, graphs),
         RunExamples(table, kept(_blind(run.job) for run in measurements if run.job)) if blind else None,
         measurements,
-        operator_examples(operators, devices, num_workload=graphs[0].workload.shape[1]),
+        operator_examples(operators, devices, libraries, num_workload=graphs[0].workload.shape[1]),
         tuple(reference),
         devices,
+        libraries,
         corpus.content_hash,
     )
 
@@ -102,6 +114,11 @@ def _featurized(
         reference.append(reference_row(keys, analytic_features(job, graph, layout), run.iter_time_s))
         rows.append({**_labels(run, job), "device": arrays.device_name})
         yield arrays
+
+
+def _libraries(operators: Sequence[OpMeasurement]) -> set[str]:
+    counts = Counter(operator.library for operator in operators if operator.library)
+    return {name for name, count in counts.items() if count >= _LEAST_OPERATORS}
 
 
 def _blind(job: TrainingJob) -> GraphArrays:

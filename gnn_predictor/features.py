@@ -71,7 +71,8 @@ _NODE_FEATURES = JOB_FEATURES + len(_RECIPES) + _WORK_FEATURES
 # Columns of node_features that say what a kernel does in its own formats, and the same as two slices.
 KERNEL_FEATURES = (*range(_SHARED_FEATURES), *range(JOB_FEATURES, _NODE_FEATURES))
 KERNEL_SLICES = (slice(0, _SHARED_FEATURES), slice(JOB_FEATURES, _NODE_FEATURES))
-# Where node_features say a kernel's work: in 16 bits, and in its own formats.
+# Where node_features say how a product fills the device, and a kernel's work: in 16 bits, and in its own formats.
+TILE_COLUMNS = slice(_SHARED_FEATURES - _GROUP_FEATURES - _TILE_FEATURES, _SHARED_FEATURES - _GROUP_FEATURES)
 WORK_COLUMNS = tuple(slice(end - _WORK_FEATURES, end) for end in (JOB_FEATURES, _NODE_FEATURES))
 # Columns that follow from a device's or a link's specification: of the node features tiles per SM, the link of a
 # message and what work is in seconds or in caches; of a format this device's peak; of the workload its seconds. Where a
@@ -79,7 +80,7 @@ WORK_COLUMNS = tuple(slice(end - _WORK_FEATURES, end) for end in (JOB_FEATURES, 
 _NUM_SHARES = len(_SHARED_KINDS) + len(AXES) + len(PHASES)
 SPECIFICATION_COLUMNS: dict[str, list[int] | slice] = {
     "node_features": [
-        *(_SHARED_FEATURES - _GROUP_FEATURES - _TILE_FEATURES + column for column in (0, 1)),
+        *(TILE_COLUMNS.start + column for column in (0, 1)),
         *(_SHARED_FEATURES - column for column in (2, 1)),
         *(work.start + column for work in WORK_COLUMNS for column in (0, 1, 2, 3, 8)),
     ],
@@ -201,14 +202,30 @@ def _group_features(group: AxisGroup | None) -> list[float]:
 
 
 def _tiles(node: OpNode, device: DeviceSpec) -> list[float]:
-    """How a matrix product fills the device: 128x128 output tiles per SM, the last wave's fill, and alignment."""
-    if node.kind not in ("gemm", "grouped_gemm"):
+    """How a product fills the device: output tiles per SM, the last wave's fill, and alignment.
+
+    Of matrix products tiles of 128x128; of attention 128 queries of a head (Dao 2023, arXiv 2307.08691, section 3.2),
+    going backward 128 keys, with how far its heads are from the next size that kernels are written for, and its query
+    heads per key head.
+    """
+    if node.kind in ("gemm", "grouped_gemm"):
+        batch, m, n, k = node.shape[:4]
+        tiles = batch * math.ceil(m / 128) * math.ceil(n / 128)
+        about = [_alignment(n), _alignment(k), _log(min(m, n, k), 8)]
+    elif node.kind == "attention":
+        batch, heads, key_heads, queries, keys, head_dim = node.shape[:6]
+        rows = keys if node.phase == "backward" else queries
+        tiles = batch * heads * math.ceil(rows / 128)
+        padded = next((size for size in (64, 128, 192, 256) if size >= head_dim), head_dim)
+        about = [_alignment(head_dim), math.log2(padded / head_dim), math.log2(heads / key_heads) / 3]
+    else:
         return [0.0] * _TILE_FEATURES
-    batch, m, n, k = node.shape[:4]
-    tiles = batch * math.ceil(m / 128) * math.ceil(n / 128)
     waves = tiles / device.num_sms
-    alignment = [min(math.log2(size & -size) if size else 0.0, 6.0) / 6 for size in (n, k)]
-    return [_log(waves, 0), waves / math.ceil(waves) if waves else 0.0, *alignment, _log(min(m, n, k), 8)]
+    return [_log(waves, 0), waves / math.ceil(waves) if waves else 0.0, *about]
+
+
+def _alignment(size: int) -> float:
+    return min(math.log2(size & -size) if size else 0.0, 6.0) / 6
 
 
 def _log(value: float, center: float) -> float:
@@ -472,7 +489,7 @@ def _row(values: Sequence[float]) -> FloatArray:
 # The columns that the network reads; the others of GraphArrays say how its node times are added up.
 _NETWORK_INPUTS = ("node_features", "format_features", "node_formats", "log_roofline_s", "launches", "is_overlappable",
                    "edge_index", "edge_kind", "hardware", "device_name", "software", "workload")  # fmt: skip
-_REVISION = 3  # goes up when columns change that have no name here, as those of the workload
+_REVISION = 4  # goes up when columns change that have no name here, as those of the workload
 
 
 def _feature_hash() -> str:

@@ -1,4 +1,4 @@
-"""Networks that training goes on from: the members of a checkpoint, with room for devices that they never saw."""
+"""Networks that training goes on from: the members of a checkpoint, with room for what they never saw."""
 
 from __future__ import annotations
 
@@ -31,16 +31,29 @@ def known_devices(checkpoint: Checkpoint) -> tuple[str, ...]:
     return tuple(checkpoint.config.network["devices"])
 
 
+def known_libraries(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The same of libraries."""
+    return tuple(checkpoint.config.network["libraries"])
+
+
+def config_of(checkpoint: Checkpoint) -> NetworkConfig:
+    """The configuration of a checkpoint's networks."""
+    vectors = {"devices": known_devices(checkpoint), "libraries": known_libraries(checkpoint)}
+    return NetworkConfig(**{**checkpoint.config.network, **vectors})
+
+
 def start_from(checkpoint: Checkpoint, config: NetworkConfig, blind: bool = False) -> Start:
     """The networks of a checkpoint, or with ``blind`` its baseline B3, as networks of this configuration.
 
-    ``config.devices`` begin with the checkpoint's; a new device's vector starts at zero, as that of an unknown one.
+    ``config.devices`` and ``config.libraries`` begin with the checkpoint's; a new one's vector starts at zero, as that
+    of an unknown one.
     Raises CheckpointError where another size, a calibration or a missing B3 makes it no start for this training.
     """
-    there = NetworkConfig(**{**checkpoint.config.network, "devices": known_devices(checkpoint)})
+    there = config_of(checkpoint)
     if checkpoint.config.adapter is not None:
         raise _refused(checkpoint, "is a calibration; give the checkpoint that it calibrates")
-    sizes = [field.name for field in fields(config) if field.name != "devices" and "dropout" not in field.name]
+    names = [field.name for field in fields(config)]
+    sizes = [name for name in names if name not in ("devices", "libraries") and "dropout" not in name]
     for name in sizes:
         if getattr(there, name) != getattr(config, name):
             has, asked = getattr(there, name), getattr(config, name)
@@ -49,7 +62,7 @@ def start_from(checkpoint: Checkpoint, config: NetworkConfig, blind: bool = Fals
     if tensors is None:
         raise _refused(checkpoint, "has no baseline B3 to start from; train with protocols.b3=false")
     ensemble = Ensemble.from_tensors(there, tensors)
-    members = tuple(_with_devices(cast(Predictor, member), config) for member in ensemble.members)
+    members = tuple(_with_vectors(cast(Predictor, member), config) for member in ensemble.members)
     return Start(members, _digest(tensors))
 
 
@@ -57,13 +70,14 @@ def _refused(checkpoint: Checkpoint, reason: str) -> CheckpointError:
     return CheckpointError(f"finetune_from: checkpoint {checkpoint.path}: {reason}")
 
 
-def _with_devices(network: Predictor, config: NetworkConfig) -> Predictor:
-    """The same network with a vector for each of these devices."""
+def _with_vectors(network: Predictor, config: NetworkConfig) -> Predictor:
+    """The same network with a vector for each of these devices and libraries."""
     tensors = dict(network.state_dict())
-    known = tensors["device.weight"]
-    new = torch.zeros(len(config.devices) + 1 - len(known), known.shape[1])
+    for name, known in (("device.weight", config.devices), ("library.weight", config.libraries)):
+        new = torch.zeros(len(known) + 1 - len(tensors[name]), tensors[name].shape[1])
+        tensors[name] = torch.cat([tensors[name], new])
     grown = Predictor(config)
-    grown.load_state_dict({**tensors, "device.weight": torch.cat([known, new])})
+    grown.load_state_dict(tensors)
     return grown
 
 

@@ -34,7 +34,7 @@ def measured_slowdowns(
     kernels = [op for op in operators if op.group is None]
     if not kernels:
         return {}
-    examples = operator_examples(kernels, network.config.devices, num_workload)
+    examples = operator_examples(kernels, network.config.devices, network.config.libraries, num_workload)
     with torch.no_grad():
         predicted = network.node_times(examples.batch(torch.arange(len(examples)))).seconds.log()
     network_errors = (predicted - examples.log_seconds).abs().tolist()

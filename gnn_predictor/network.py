@@ -4,8 +4,9 @@
 
 ``slowdown`` is read out of a message-passing network over the training graph, conditioned on an embedding of the
 hardware (specification through an MLP, plus a learned vector per known device that is dropped at random in training,
-so that an unknown device works), of the software and of the workload. The slowdown of an untrained network is small,
-so an unseen size or device falls back to physics. One definition serves training (batched by torch-geometric) and
+so that an unknown device works), of the software and of the workload. A measured operator also says by a learned vector
+which library it is of; jobs run whatever their framework chose, the average library. The slowdown of an untrained
+network is small, so an unseen size or device falls back to physics. One definition serves training (batched by torch-geometric) and
 inference (which never imports it): the network reads attributes of whatever batch it is given.
 """
 
@@ -36,7 +37,7 @@ from gnn_predictor.schedule import TIMES, DifferentiableMakespan
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """Sizes of the network. ``devices`` are those that have a learned vector."""
+    """Sizes of the network. ``devices`` and ``libraries`` are those that have a learned vector."""
 
     node_features: int
     format_features: int
@@ -44,18 +45,22 @@ class NetworkConfig:
     software_features: int
     workload_features: int
     devices: tuple[str, ...]
+    libraries: tuple[str, ...]
     hidden: int = 64
     layers: int = 2
     context: int = 48
     format_embedding: int = 4
     device_dropout: float = 0.3
+    library_dropout: float = 0.15
     software_dropout: float = 0.15
     format_dropout: float = 0.3
     workload_dropout: float = 0.1
     feature_dropout: float = 0.1  # of single workload features
 
     @classmethod
-    def fitting(cls, graph: GraphArrays, devices: tuple[str, ...], **sizes: Any) -> NetworkConfig:
+    def fitting(
+        cls, graph: GraphArrays, devices: tuple[str, ...], libraries: tuple[str, ...] = (), **sizes: Any
+    ) -> NetworkConfig:
         """The configuration whose inputs are the columns of graphs like this one."""
         return cls(
             node_features=graph.node_features.shape[1],
@@ -64,6 +69,7 @@ class NetworkConfig:
             software_features=graph.software.shape[1],
             workload_features=graph.workload.shape[1],
             devices=devices,
+            libraries=libraries,
             **sizes,
         )
 
@@ -205,6 +211,7 @@ class Predictor(nn.Module):
         self.encode = _mlp(JOB_FEATURES, hidden, hidden)
         self.hardware = _mlp(config.hardware_features, context, context)
         self.device = nn.Embedding(len(config.devices) + 1, context)
+        self.library = nn.Embedding(len(config.libraries) + 1, context, padding_idx=0)
         self.software = nn.Linear(config.software_features, context)
         self.workload = _mlp(config.workload_features, context, context)
         self.mix = nn.Sequential(nn.SiLU(), nn.Linear(context, context), nn.SiLU())
@@ -221,6 +228,7 @@ class Predictor(nn.Module):
         assert isinstance(last, nn.Linear)
         nn.init.normal_(last.weight, std=0.02)
         nn.init.zeros_(self.device.weight)
+        nn.init.zeros_(self.library.weight)
         nn.init.zeros_(self.format.weight)
         nn.init.normal_(self.graph_readout.weight, std=0.02)
         with torch.no_grad():
@@ -245,9 +253,11 @@ class Predictor(nn.Module):
         return torch.as_tensor(self.mix(total))
 
     def _hardware(self, batch: GraphBatch) -> Tensor:
-        """[B, context] specification through an MLP, plus the device's learned vector."""
+        """[B, context] specification through an MLP, plus the learned vectors of the device and of the library whose
+        kernel an operator is; jobs have none."""
         device = self.device(self._drop_rows(batch.device, self.config.device_dropout))
-        return torch.as_tensor(self.hardware(batch.hardware) + device)
+        library = self.library(self._drop_rows(batch.library, self.config.library_dropout))
+        return torch.as_tensor(self.hardware(batch.hardware) + device + library)
 
     def _keep(self, rows: int, dropout: float) -> Tensor:
         if not self.training:

@@ -72,7 +72,7 @@ from gnn_predictor.distance import TrainingPoints
 from gnn_predictor.domain import domain_of
 from gnn_predictor.examples import ExampleLimits, Examples, load_examples
 from gnn_predictor.features import FEATURE_HASH
-from gnn_predictor.finetune import known_devices, start_from
+from gnn_predictor.finetune import config_of, known_devices, known_libraries, start_from
 from gnn_predictor.fitting import FitSettings
 from gnn_predictor.gaussian_process import GaussianProcess
 from gnn_predictor.graph_store import GROUP
@@ -160,8 +160,9 @@ def run_training(settings: Settings) -> Path:
         Path(settings.work),
         blind=settings.protocols.b3,
         known_devices=known_devices(start) if start else (),
+        known_libraries=known_libraries(start) if start else (),
     )
-    config = NetworkConfig.fitting(examples.runs.graphs[0], examples.devices, **settings.network)
+    config = NetworkConfig.fitting(examples.runs.graphs[0], examples.devices, examples.libraries, **settings.network)
     directory = Path(settings.work) / _identity(config, examples)
     if not settings.members:
         _checkpoint_there(settings, config, examples)  # before hours of fits
@@ -347,7 +348,7 @@ def _write(
 def _checkpoint_there(settings: Settings, config: NetworkConfig, examples: Examples) -> Checkpoint:
     """The checkpoint that figures are added to; CheckpointError when they would not be its own."""
     there = load_checkpoint(settings.output)
-    network_there = NetworkConfig(**{**there.config.network, "devices": tuple(there.config.network["devices"])})
+    network_there = config_of(there)
     if there.config.corpus_hash != examples.corpus_hash or network_there != config:
         raise CheckpointError(
             f"checkpoint {settings.output}: its network or corpus is not this configuration's; train it again first"

@@ -80,6 +80,7 @@ class OpMeasurement:
     """One measured operator or collective: the node a graph would hold for it, and the seconds it took.
 
     ``includes_launch``: the time holds the host's launch; otherwise it is the kernel's alone (profiler, CUDA graph).
+    ``library``: whose kernel it is, in its source's words and apart for every source and kind of node.
     """
 
     op_id: str
@@ -91,6 +92,7 @@ class OpMeasurement:
     latency_s: float
     op_group: str
     includes_launch: bool = False
+    library: str = ""
 
 
 def shipped_table(name: str) -> Path:
@@ -252,6 +254,7 @@ def read_ops(path: str | Path, sources: Iterable[str] | None = None) -> tuple[li
                     latency_s=row.latency_s,
                     op_group=row.group,
                     includes_launch=row.includes_launch,
+                    library="|".join((row.text("source_id"), node.kind, row.text("op_detail"))),
                 )
             )
     return measured, reasons

@@ -187,7 +187,7 @@ class StoredRuns(Sequence[RunMeasurement]):
 
 _OP_TYPES: dict[str, pa.DataType] = {
     "op_id": pa.string(), "source_id": _TEXT, "gpu": _TEXT, "latency_s": pa.float64(), "op_group": pa.string(),
-    "includes_launch": pa.bool_(),
+    "includes_launch": pa.bool_(), "library": _TEXT,
 }  # fmt: skip
 _GROUP_TYPES: dict[str, pa.DataType] = {
     "group_ranks": pa.int32(), "group_nodes": pa.int32(), "group_tiers": _TEXT, "group_copies": pa.int32(),
@@ -225,10 +225,8 @@ def stored_operators(table: pa.Table, devices: dict[str, DeviceSpec]) -> list[Op
                 group = None
             else:
                 group = places.setdefault(place, AxisGroup(place[0], place[1], tiers[place[2]], place[3]))
-            op_id, source_id, gpu, latency_s, op_group, includes_launch = own
-            operators.append(
-                OpMeasurement(op_id, source_id, gpu, node, devices[gpu], group, latency_s, op_group, includes_launch)
-            )
+            op_id, source_id, gpu, latency_s, *about = own
+            operators.append(OpMeasurement(op_id, source_id, gpu, node, devices[gpu], group, latency_s, *about))
     return operators
 
 

@@ -141,6 +141,10 @@ def test_shipped_operators_are_kept_and_sound(tmp_path: Any) -> None:
         assert (operator.group is not None) == (kind in COLLECTIVES)
         assert operator.latency_s > 0
         assert operator.node.bytes_read + operator.node.bytes_written > 0
+    details = sample.set_index("op_id")["op_detail"].fillna("")
+    for operator in operators:  # the same words of two sources, or for two kinds, are two libraries
+        assert operator.library == "|".join((operator.source_id, operator.node.kind, details[operator.op_id]))
+    assert any(details[operator.op_id] for operator in operators)
 
 
 def test_a_little_above_the_specified_clock_is_believed() -> None:

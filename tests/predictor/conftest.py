@@ -34,6 +34,9 @@ _SMALL: dict[str, Any] = {
 }
 
 
+_LIBRARIES = ("vidur|gemm|one", "vidur|gemm|other", "too few to have a vector")
+
+
 def small_job(**changes: Any) -> TrainingJob:
     """A job that fits anywhere; ``changes`` are merged one level deep."""
     data = {key: dict(value) if isinstance(value, dict) else value for key, value in _SMALL.items()}
@@ -89,15 +92,16 @@ def operators(job_of: JobOf, runs: RunExamples) -> OperatorExamples:
         OpMeasurement(
             op_id=str(i), source_id="vidur", gpu=device.name, node=node, device=device, group=None,
             latency_s=2.0 * roofline_s(node, device, None) + 4e-6, op_group=str(i), includes_launch=False,
+            library=_LIBRARIES[i % 3],
         )
         for i, node in enumerate(nodes)
     ]  # fmt: skip
-    return operator_examples(measured, (device.name,), runs.graphs[0].workload.shape[1])
+    return operator_examples(measured, (device.name,), _LIBRARIES[:2], runs.graphs[0].workload.shape[1])
 
 
 @pytest.fixture(scope="session")
 def config(runs: RunExamples) -> NetworkConfig:
-    return NetworkConfig.fitting(runs.graphs[0], (runs.graphs[0].device_name,), hidden=16, context=12)
+    return NetworkConfig.fitting(runs.graphs[0], (runs.graphs[0].device_name,), _LIBRARIES[:2], hidden=16, context=12)
 
 
 @pytest.fixture(scope="session")

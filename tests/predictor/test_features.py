@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from dataset_builder.corpus.operators import OperatorRow, operator_node
+from dataset_builder.job.hardware import device
 from dataset_builder.job.schema import TrainingJob
 from dataset_builder.tracing.graph import KINDS
 from dataset_builder.tracing.layout import rank_layout
 from dataset_builder.tracing.trace import build_graph
-from gnn_predictor.features import JOB_FEATURES, KERNEL_FEATURES, GraphArrays, featurize
+from gnn_predictor.features import JOB_FEATURES, KERNEL_FEATURES, TILE_COLUMNS, GraphArrays, featurize, node_features
 
 JobOf = Callable[..., TrainingJob]
 
@@ -65,3 +68,32 @@ def test_links_that_differ_in_latency_alone_are_told_apart(job_of: JobOf) -> Non
     is_message = near.is_overlappable == 1
     assert (near.log_roofline_s < far.log_roofline_s)[is_message].all()
     np.testing.assert_array_equal(near.log_roofline_s[~is_message], far.log_roofline_s[~is_message])
+
+
+def filling(head_dim: int, queries: int = 4096, heads: int = 16, direction: str = "fwd") -> list[float]:
+    """What is said of how attention fills an H100 of 132 SMs; it has 8 key heads, and keys for half as many more."""
+    shape = f"batch=1,heads={heads},kv_heads=8,q={queries},kv={queries * 3 // 2},d={head_dim},causal=1"
+    node, *_ = operator_node(
+        OperatorRow({"op_id": "x", "source_id": "x", "gpu": "H100-SXM5-80GB", "dtype": "bf16", "latency_us": 1e6,
+                     "op": "attention", "direction": direction, "shape": shape})
+    )  # fmt: skip
+    return node_features(node, node, device("H100-SXM5-80GB"), None, 1e-3)[TILE_COLUMNS]
+
+
+def test_attention_fills_a_device_in_waves_of_128_queries_of_a_head() -> None:
+    log_waves, fill, *_ = filling(128)
+    tiles = 16 * 4096 / 128
+    assert fill == pytest.approx(tiles / 132 / math.ceil(tiles / 132))
+    assert filling(128, direction="bwd")[0] > log_waves, "128 keys each"
+    assert filling(128, queries=4095)[:2] == [log_waves, fill], "the last tile is not full"
+
+
+def test_attention_pays_for_heads_between_the_sizes_that_kernels_have() -> None:
+    padding = {head_dim: filling(head_dim)[3] for head_dim in (64, 80, 96, 128, 192, 256, 512)}
+    assert [head_dim for head_dim, paid in padding.items() if paid] == [80, 96]
+    assert padding[80] == pytest.approx(math.log2(128 / 80))
+
+
+def test_query_heads_that_share_a_key_head_are_told() -> None:
+    assert filling(128, heads=8)[4] == 0
+    assert filling(128, heads=32)[4] > filling(128, heads=16)[4] > 0

@@ -13,7 +13,7 @@ from gnn_predictor.batch import collate
 from gnn_predictor.checkpoint import Checkpoint, CheckpointConfig, CheckpointError
 from gnn_predictor.crossvalidation import FitTask, Workshop, fit_all, trained
 from gnn_predictor.dataset import OperatorExamples, RunExamples
-from gnn_predictor.finetune import known_devices, start_from
+from gnn_predictor.finetune import known_devices, known_libraries, start_from
 from gnn_predictor.fitting import FitSettings, fit
 from gnn_predictor.network import Ensemble, NetworkConfig, Predictor
 
@@ -74,6 +74,24 @@ def test_a_new_device_is_added_as_one_that_is_unknown(
     with torch.inference_mode():
         torch.testing.assert_close(grown(collate(graphs, devices))[0], old(collate(graphs, config.devices))[0])
     assert not grown.device.weight[-1].any()
+
+
+def test_a_new_library_is_added_as_one_that_is_unknown(
+    checkpoint: Checkpoint, config: NetworkConfig, operators: OperatorExamples
+) -> None:
+    grown = (
+        start_from(checkpoint, replace(config, libraries=(*known_libraries(checkpoint), "of my cluster"))).of(0).eval()
+    )
+    old = start_from(checkpoint, config).of(0).eval()
+    new_to_it = int(operators.library.max()) + 1
+    rows = torch.arange(len(operators))
+    measured = replace(operators, library=torch.where(operators.library == 0, new_to_it, operators.library))
+    with torch.inference_mode():
+        seconds, expected = (
+            one.node_times(each.batch(rows)).seconds for one, each in ((grown, measured), (old, operators))
+        )
+    torch.testing.assert_close(seconds, expected)
+    assert not grown.library.weight[-1].any()
 
 
 def test_a_wrong_checkpoint_is_refused(checkpoint: Checkpoint, config: NetworkConfig) -> None:

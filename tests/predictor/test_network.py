@@ -15,7 +15,7 @@ from dataset_builder.tracing.graph import COLLECTIVES
 from dataset_builder.tracing.layout import rank_layout
 from dataset_builder.tracing.trace import build_graph
 from gnn_predictor.batch import GraphBatch, collate
-from gnn_predictor.dataset import graph_batch, run_data
+from gnn_predictor.dataset import OperatorExamples, graph_batch, run_data
 from gnn_predictor.features import NUM_SLOTS, SLOTS, GraphArrays, featurize
 from gnn_predictor.network import Ensemble, NetworkConfig, Predictor, stage_table
 
@@ -152,6 +152,23 @@ def test_gradients_reach_every_parameter_through_the_schedule(graphs: list[Graph
     (seconds.log().sum() + times.log_spread.sum()).backward()
     without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     assert without == []
+
+
+def test_a_librarys_vector_is_for_what_was_measured_in_it(
+    graphs: list[GraphArrays], operators: OperatorExamples
+) -> None:
+    torch.manual_seed(0)
+    devices, libraries = (graphs[0].device_name,), ("one", "other")
+    model = Predictor(NetworkConfig.fitting(graphs[0], devices, libraries, hidden=16, context=12)).eval()
+    batches = operators.batch(torch.arange(len(operators))), collate(graphs, devices)
+    with torch.inference_mode():
+        before = [model.node_times(batch).seconds for batch in batches]
+        model.library.weight[1:] = torch.randn(2, 12)
+        after = [model.node_times(batch).seconds for batch in batches]
+    has_vector = operators.library[operators.place] > 0
+    assert 0 < int(has_vector.sum()) < len(has_vector)
+    assert torch.equal(before[0] != after[0], has_vector)
+    assert torch.equal(before[1], after[1]), "a job names no library"
 
 
 def test_a_time_stays_finite_for_absurd_features(graphs: list[GraphArrays]) -> None:
