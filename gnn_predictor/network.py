@@ -6,8 +6,9 @@
 hardware (specification through an MLP, plus a learned vector per known device that is dropped at random in training,
 so that an unknown device works), of the software and of the workload. A measured operator also says by a learned vector
 which library it is of; jobs run whatever their framework chose, the average library. The slowdown of an untrained
-network is small, so an unseen size or device falls back to physics. One definition serves training (batched by torch-geometric) and
-inference (which never imports it): the network reads attributes of whatever batch it is given.
+network is small, so an unseen size or device falls back to physics, and what is learnt of a job's messages stays near
+their time on the wire. One definition serves training (batched by torch-geometric) and inference (which never imports
+it): the network reads attributes of whatever batch it is given.
 """
 
 from __future__ import annotations
@@ -108,6 +109,9 @@ STARTING_SLOWDOWN = math.exp(_STARTING_LOG_SLOWDOWN)  # of a node over its roofl
 _TYPICAL_LOG_SPREAD = -2.3  # log of an expected error of 10%
 _MOST_LOG_FACTOR = 4.0
 _LEAST_S = 1e-12
+# A job's message over its time on the wire: a little below it where switches reduce or a link is better than specified,
+# and down to a quarter of the bandwidth. Without bounds messages explain whatever large jobs lack.
+_LEAST_OF_WIRE, _MOST_OF_WIRE = 0.8, 4.0
 # Of a tensor-parallel message that goes in pieces beside its matrix product: what ten measured runs are best met by
 # (they are too few to teach it).
 _HIDDEN_OF_CHUNKED = 0.25
@@ -116,6 +120,13 @@ _HIDDEN_OF_CHUNKED = 0.25
 def _limited(log_factor: Tensor) -> Tensor:
     """Keeps a learned factor within e^-4 to e^4, softly: no input can make a time overflow."""
     return _MOST_LOG_FACTOR * torch.tanh(log_factor / _MOST_LOG_FACTOR)
+
+
+def _limited_to_wire(log_factor: Tensor) -> Tensor:
+    """Keeps a message's learned factor between the least and the most of its time on the wire, softly."""
+    least, most = math.log(_LEAST_OF_WIRE), math.log(_MOST_OF_WIRE)
+    middle, half = (least + most) / 2, (most - least) / 2
+    return middle + half * torch.tanh((log_factor - middle) / half)
 
 
 def _identity_scale(columns: int) -> Tensor:
@@ -283,8 +294,10 @@ class Predictor(nn.Module):
         slowdown, launch = slowdown + kernel_slowdown, launch + kernel_launch
         host, overhead, spread, kernel = self.graph_readout(context).unbind(-1)
         launch_s = KERNEL_LAUNCH_S * torch.exp(_limited(launch + kernel[batch.node_graph]))
-        seconds = torch.exp(batch.log_roofline_s + _limited(slowdown)) + batch.launches * launch_s
         message, share = batch.is_overlappable, torch.sigmoid(exposure)
+        in_job = message * batch.workload[:, 0][batch.node_graph]  # small messages are measured alone, with all latency
+        slowdown = torch.where(in_job > 0, _limited_to_wire(slowdown), _limited(slowdown))
+        seconds = torch.exp(batch.log_roofline_s + slowdown) + batch.launches * launch_s
         share = (share + (1 - share) * batch.is_serial) * (1 - _HIDDEN_OF_CHUNKED * batch.is_chunked)
         exposed = seconds * (1 - message + message * share)
         return NodeTimes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -152,6 +153,26 @@ def test_gradients_reach_every_parameter_through_the_schedule(graphs: list[Graph
     (seconds.log().sum() + times.log_spread.sum()).backward()
     without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     assert without == []
+
+
+@pytest.mark.parametrize(("bias", "of_wire"), [(-9.0, 0.8), (9.0, 4.0)])
+def test_a_message_of_a_job_stays_near_its_time_on_the_wire(job_of: JobOf, bias: float, of_wire: float) -> None:
+    """Whatever was learnt; its kernels, and the same message measured alone, have no such bound."""
+    graph = arrays(job_of(parallel={"tensor": 2}))
+    model = network(graph)
+    with torch.no_grad():
+        model.readout[-1].bias[0] = bias
+    batch = collate([graph], model.config.devices)
+    batch.launches.zero_()
+    is_message = batch.is_overlappable > 0
+    with torch.inference_mode():
+        in_job = model.node_times(batch).seconds / torch.exp(batch.log_roofline_s)
+        batch.workload[:, 0] = 0
+        alone = model.node_times(batch).seconds / torch.exp(batch.log_roofline_s)
+    torch.testing.assert_close(in_job[is_message], torch.full_like(in_job[is_message], of_wire), rtol=0.01, atol=0.0)
+    for unbounded in (in_job[~is_message].log(), alone.log()):
+        assert (unbounded.abs() > 3.5).all()
+        assert (unbounded.sign() == math.copysign(1, bias)).all()
 
 
 def test_a_librarys_vector_is_for_what_was_measured_in_it(
