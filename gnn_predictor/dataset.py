@@ -85,16 +85,18 @@ def graph_batch(data: Any) -> GraphBatch:
 
 
 class _RunDataset(Dataset[RunData]):
-    """Graphs as torch-geometric data, each made when asked for."""
+    """Graphs as torch-geometric data: those in memory made once, those of a store when asked for."""
 
     def __init__(self, graphs: Sequence[GraphArrays], devices: Sequence[str]) -> None:
         self._graphs, self._devices = graphs, devices
+        held = () if isinstance(graphs, GraphStore) else graphs
+        self._made = [run_data(graph, devices, row) for row, graph in enumerate(held)]
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def __getitem__(self, row: int) -> RunData:
-        return run_data(self._graphs[row], self._devices, row)
+        return self._made[row] if self._made else run_data(self._graphs[row], self._devices, row)
 
 
 class _WindowOrder(Sampler[int]):

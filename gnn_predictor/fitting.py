@@ -174,7 +174,7 @@ class _Training:
         if self.effects is not None:
             own = {"rate": LEARNING_RATE_FACTOR * rate, "weight_decay": 0.0}
             groups.append({"params": list(self.effects.parameters()), **own})
-        return torch.optim.AdamW(groups, lr=rate, weight_decay=self.settings.weight_decay)
+        return torch.optim.AdamW(groups, lr=rate, weight_decay=self.settings.weight_decay, fused=True)
 
     def _seed_rank(self) -> None:
         """What a rank drops at random is its own; rank 0 alone goes on as a single process would."""
