@@ -13,6 +13,9 @@ _VARIANT = re.compile(r"-(instruct|chat|base|hf|it|pt|sft|lora|bf16|fp8|v\d+(\.\
 _ALIASES = {
     "gpt2": "gpt2-small", "llama3405b": "llama3.1-405b", "llama3.370b": "llama3.1-70b",
     "deepseekv3671b": "deepseek-v3", "deepseekv3.1": "deepseek-v3", "deepseekr1": "deepseek-v3",
+    # MaxText's names, of its src/maxtext/configs/models; three of DeepSeek V3 have the same sizes, sharded otherwise.
+    "deepseek216b": "deepseek-v2-lite", "deepseek2236b": "deepseek-v2", "deepseek3671b": "deepseek-v3",
+    "deepseek3671b2dfsdp": "deepseek-v3", "deepseek3671bbatchsplit": "deepseek-v3",
 }  # fmt: skip
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([mb])")
 # Names round, and count tied or input embeddings or not; small models differ most.
