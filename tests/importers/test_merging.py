@@ -294,6 +294,21 @@ def test_a_model_that_maxtext_names_and_nobody_ships_is_asked_for(tmp_path: Path
     assert dense.job.model.moe is None
 
 
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("deepseek2-16b", "deepseek-v2-lite"),
+        ("deepseek2-236b", "deepseek-v2"),
+        ("deepseek3-671b", "deepseek-v3"),
+        ("deepseek3-671b-2dfsdp", "deepseek-v3"),
+        ("deepseek3-671b-batchsplit", "deepseek-v3"),
+    ],
+)
+def test_maxtexts_own_names_of_shipped_models_are_found(tmp_path: Path, name: str, preset: str) -> None:
+    files = changed(tmp_path, "maxtext_run.yml", ("mixtral-8x7b", name))
+    assert files.merged({"cluster.gpu": "H100"}).job.model.name == preset
+
+
 @pytest.mark.parametrize("key", ["base_moe_mlp_dim", "base_moe_dim"])
 def test_maxtext_experts_have_their_width_under_either_name(tmp_path: Path, key: str) -> None:
     experts = f"num_experts: 8\nnum_experts_per_tok: 2\n{key}: 512\nhead_dim"
@@ -313,6 +328,34 @@ def test_nanotron_experts_are_as_wide_as_the_dense_layer_unless_told(tmp_path: P
     assert model.qkv_bias is True
     silent = changed(tmp_path, "nanotron_experts.yaml", ("    attention_bias: false\n", ""))
     assert silent.merged({"cluster.gpu": "H100"}).job.model.qkv_bias is False
+
+
+_FOUNDRY_RUN = {"cluster.gpu": "A100", "cluster.num_gpus": "256"}  # 1024 sequences: 4 a GPU
+
+
+def test_llm_foundry_reduces_a_micro_batch_to_the_share_of_a_device() -> None:
+    found = imported("llm_foundry.yaml", settings=_FOUNDRY_RUN)
+    assert (found.job.batch.micro_batch_size, found.job.batch.global_batch_size) == (4, 1024)
+    told = "reduced from 8 to 1024 sequences / 256 data-parallel GPUs"
+    assert any(told in line for line in found.warnings)
+    assert told in found.origins["batch.micro_batch_size"]
+    fewer = imported("llm_foundry.yaml", settings={**_FOUNDRY_RUN, "cluster.num_gpus": "64"})
+    assert fewer.job.batch.micro_batch_size == 8
+    assert not any("reduced from" in line for line in fewer.warnings)
+    with pytest.raises(CannotRunError, match="global_batch_size"):
+        rank_layout(imported("llm_foundry.yaml", settings={**_FOUNDRY_RUN, "batch.micro_batch_size": "8"}).job)
+
+
+def test_llm_foundry_once_counted_micro_batches(tmp_path: Path) -> None:
+    size = "device_train_microbatch_size: 8"
+    older = changed(tmp_path, "llm_foundry.yaml", (size, "device_train_grad_accum: 2"))
+    assert older.merged(_FOUNDRY_RUN).job.batch.micro_batch_size == 2
+    logged = changed(tmp_path, "llm_foundry.yaml", (size, f"{size}\ndevice_train_grad_accum: 16"))
+    assert logged.merged(_FOUNDRY_RUN).job.batch.micro_batch_size == 4
+    assert not any("device_train_grad_accum" in line for line in logged.warnings)
+    for key in ("device_train_grad_accum", "device_train_microbatch_size"):
+        with pytest.raises(JobError, match=f"batch.micro_batch_size: missing, as llm_foundry.yaml: {key} is 'auto'"):
+            changed(tmp_path, "llm_foundry.yaml", (size, f"{key}: auto")).merged(_FOUNDRY_RUN)
 
 
 def test_a_trainer_with_llm_foundrys_batch_keys_is_not_llm_foundry(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def read(file: ConfigFile) -> Reading:
             draft.ask("model", f"{model or name} is no shipped model")
     draft.take("batch.seq_length", "max_seq_len", "model.max_seq_len")
     draft.take("batch.global_batch_size", "global_train_batch_size")
-    draft.take("batch.micro_batch_size", "device_train_microbatch_size", "device_train_grad_accum")
+    _read_micro_batch(draft)
     _read_fsdp(draft)
     _read_precision(draft)
     optimizer = (draft.text("optimizer.name") or "").lower()
@@ -62,6 +62,21 @@ def read(file: ConfigFile) -> Reading:
     draft.framework("llm-foundry")
     draft.understood(*_IGNORED)
     return draft.reading()
+
+
+def _read_micro_batch(draft: Draft) -> None:
+    """A micro batch of at most the device's share of the global batch, or, once, the number of them in that share.
+
+    A larger one is reduced to the share. From github.com/mosaicml/llm-foundry, llmfoundry/utils/config_utils.py:
+    ``calculate_batch_size_info``. A configuration that it has logged has both keys; the number follows from the size.
+    """
+    size, number = "device_train_microbatch_size", "device_train_grad_accum"
+    if draft.has(size):
+        draft.take("batch.micro_batch_size", size)
+        draft.default("batch.is_micro_batch_reduced", True)
+        draft.understood(number)
+    elif steps := draft.count(number, asks="batch.micro_batch_size"):
+        draft.state("batch.gradient_accumulation_steps", steps, number)
 
 
 def _read_mpt(draft: Draft) -> None:

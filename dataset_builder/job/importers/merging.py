@@ -59,6 +59,7 @@ def merge(readings: Sequence[Reading], source: str, overrides: Mapping[str, Any]
     draft = _JobDraft(settings, overrides, reasons + [reason for reading in readings for reason in reading.reasons])
     draft.pad_vocabulary()
     draft.derive_cluster()
+    draft.reduce_micro_batch()
     draft.derive_batch()
     draft.ask(readings)
     if draft.reasons:
@@ -67,7 +68,7 @@ def merge(readings: Sequence[Reading], source: str, overrides: Mapping[str, Any]
         raise JobError(list(dict.fromkeys(reasons)), source)
     if draft.layout and draft.lacks_batch:
         raise CannotRunError(draft.layout, source)
-    warnings += draft.layout  # the layout itself refuses to run
+    warnings += draft.notes + draft.layout  # the layout itself refuses to run
     job = TrainingJob.parse(draft.data, source=source)
     warnings.append(f"model: {parameters_text(job.model)} parameters")
     warnings += _beyond_table(job)
@@ -230,6 +231,7 @@ class _JobDraft:
         self.origins |= dict.fromkeys(overrides, "given with --set")
         self.reasons = reasons
         self.layout: list[str] = []
+        self.notes: list[str] = []
         self._data_size: int | None = None
 
     def _part(self, key: str) -> dict[str, Any]:
@@ -322,6 +324,19 @@ class _JobDraft:
             self._fill("cluster.gpus_per_node", smaller, f"{origin}: less than one node")
             per_node = smaller
         self._fill("cluster.num_nodes", total // per_node, f"{total} GPUs ({origin}) / {per_node} a node")
+
+    def reduce_micro_batch(self) -> None:
+        """To a GPU's share of the global batch, by a framework that does so; ``--set`` is final."""
+        is_reduced = self._part("batch").pop("is_micro_batch_reduced", False)
+        micro, stated = self._number("batch", "micro_batch_size"), self._number("batch", "global_batch_size")
+        if not is_reduced or not micro or not stated or not self._data_size or stated % self._data_size:
+            return
+        share = stated // self._data_size
+        if 0 < share < micro and "batch.micro_batch_size" not in self.overrides:
+            note = f"reduced from {micro} to {stated} sequences / {self._data_size} data-parallel GPUs"
+            origin = self.origins.get("batch.micro_batch_size")
+            self._fill("batch.micro_batch_size", share, f"{origin}; {note}")
+            self.notes.append(f"batch.micro_batch_size: {note}, as the framework does ({origin})")
 
     def derive_batch(self) -> None:
         """The global batch from accumulation steps, or a check of it: batch = micro x steps x data-parallel GPUs."""

@@ -1,7 +1,8 @@
 """What one file says of a job: values by the job's key paths, each with where it came from, and what is left to ask.
 
 An importer fills a :class:`Draft` from a :class:`ConfigFile` and ends with a frozen :class:`Reading`.
-Three keys stand for what files state and a job derives: ``cluster.num_gpus``, ``batch.gradient_accumulation_steps`` and
+Four keys stand for what files state and a job derives: ``cluster.num_gpus``, ``batch.gradient_accumulation_steps``,
+``batch.is_micro_batch_reduced`` (to the GPU's share of the global batch, where it is larger) and
 ``model.vocab_multiple`` (what the vocabulary is padded to, times tensor).
 """
 
