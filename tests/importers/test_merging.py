@@ -140,6 +140,37 @@ def test_a_stage_list_is_refused_with_its_reason(tmp_path: Path) -> None:
         ImportedFiles.read([str(path)]).merged(_RUN)
 
 
+_BF16 = {"bf16": {"enabled": True}, "train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sharding", "accumulated"),
+    [
+        ({"zero_optimization": {"stage": 0}}, "zero1", "fp32"),
+        ({}, "zero1", "fp32"),
+        ({"zero_optimization": {"stage": 0}, "data_types": {"grad_accum_dtype": "bf16"}}, "none", "bf16"),
+        ({"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}}, "zero2", "fp32"),
+        ({"bf16": {"enabled": False}, "fp16": {"enabled": True}}, "none", "fp16"),
+    ],
+)
+def test_deepspeed_in_bf16_without_zero_shards_optimizer_states(
+    tmp_path: Path, changes: Mapping[str, Any], sharding: str, accumulated: str
+) -> None:
+    files = ImportedFiles.read([str(write(tmp_path / "ds.json", {**_BF16, **changes}))])
+    job = files.merged({"model.preset": "llama3-8b", "cluster.gpu": "H100", "cluster.num_gpus": "8",
+                        "batch.seq_length": "2048"}).job  # fmt: skip
+    assert (job.parallel.sharding, job.precision.grad_accum) == (sharding, accumulated)
+    told = "zero_optimization.stage 0 with bf16 is taken as zero1: DeepSpeed's BF16_Optimizer shards"
+    assert any(told in line for line in files.warnings) is (sharding == "zero1")
+
+
+def test_an_open_zero_stage_is_asked_for_in_bf16_too(tmp_path: Path) -> None:
+    content = {**_BF16, "zero_optimization": {"stage": "auto"}, "data_types": {"grad_accum_dtype": "fp32"}}
+    files = ImportedFiles.read([str(write(tmp_path / "ds.json", content))])
+    with pytest.raises(JobError, match="parallel.sharding: missing, as ds.json: zero_optimization.stage is 'auto'"):
+        files.merged({**_RUN, "model.preset": "llama3-8b"})
+
+
 def test_a_batch_that_does_not_multiply_out_is_told_with_the_arithmetic(tmp_path: Path) -> None:
     path = write(tmp_path / "ds.json", {
         "train_batch_size": "1e2", "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,

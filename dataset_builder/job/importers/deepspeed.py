@@ -94,7 +94,7 @@ def state_low(draft: Draft, low: str, *keys: str) -> None:
 
 
 def read_zero(draft: Draft) -> None:
-    """The ZeRO stage, one number; a list is for the autotuner, which tries one after the other."""
+    """The ZeRO stage, one number; a list is for the autotuner, which tries one after the other. Follows the formats."""
     stage = draft.raw("zero_optimization.stage")
     if isinstance(stage, list):
         draft.refuse(
@@ -103,7 +103,10 @@ def read_zero(draft: Draft) -> None:
         )
         return
     number = draft.value(as_count, "zero_optimization.stage", asks="parallel.sharding")
-    if number is None:
+    is_off = number == 0 or not draft.has("zero_optimization.stage")
+    if is_off and _has_bf16_optimizer(draft):
+        _state_bf16_optimizer(draft)
+    elif number is None:
         draft.default("parallel.sharding", "none", "no zero_optimization.stage")
     elif not 0 <= number <= 3:
         draft.refuse(f"zero_optimization.stage: got {number}; expected 0 to 3")
@@ -125,6 +128,27 @@ def read_zero(draft: Draft) -> None:
     for key in ("zero_quantized_weights", "zero_quantized_gradients"):
         if draft.flag(f"zero_optimization.{key}"):
             draft.warn(f"zero_optimization.{key} (ZeRO++) is not modelled; messages keep their format")
+
+
+def _has_bf16_optimizer(draft: Draft) -> bool:
+    """Whether bf16 without ZeRO runs in BF16_Optimizer: as its gradients are accumulated in fp32, the default there.
+
+    From github.com/deepspeedai/DeepSpeed, deepspeed/runtime/engine.py: ``_do_optimizer_sanity_check``. Since its pull
+    request 7515 (August 2025) only pipelines do; others are plain data parallel and accumulate in bf16, which had been
+    an error before and so tells the two apart where it is stated.
+    """
+    return (draft.get("precision.preset"), draft.get("precision.grad_accum")) == ("bf16_mixed", "fp32")
+
+
+def _state_bf16_optimizer(draft: Draft) -> None:
+    why = "DeepSpeed's BF16_Optimizer shards optimizer states over data-parallel ranks even at stage 0"
+    stage = f"{draft.key_of('zero_optimization.stage')} 0 with bf16"
+    draft.imply("parallel.sharding", "zero1", f"{stage}: {why}")
+    newer = "" if draft.get("parallel.pipeline") else (
+        "; since September 2025 it does so in pipelines only, and nothing is sharded otherwise: "
+        "--set parallel.sharding=none --set precision.grad_accum=bf16"
+    )  # fmt: skip
+    draft.warn(f"{stage} is taken as zero1: {why}{newer}")
 
 
 def _read_layout(draft: Draft) -> None:
