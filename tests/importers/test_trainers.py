@@ -169,26 +169,50 @@ def test_axolotl_ranks_of_experts_are_data_parallel_too(
 )
 def test_adapters_of_experts_are_told_and_left_out(tmp_path: Path, changes: Mapping[str, Any], told: str) -> None:
     files = axolotl(tmp_path, base_model="mistralai/Mixtral-8x7B-v0.1", adapter="qlora", lora_r=32, **changes)
-    lora = files.merged(_SET).job.model.lora
-    assert lora is not None
-    assert (lora.rank, lora.targets) == (32, "attention")
-    (warning,) = (line for line in files.warnings if "adapters of experts are not modelled" in line)
+    found = files.merged(_SET)
+    assert found.job.model.lora is not None
+    assert (found.job.model.lora.rank, found.job.model.lora.targets) == (32, "attention")
+    (warning,) = (line for line in found.warnings if "adapters of experts are not modelled" in line)
     assert told in warning
 
 
 def test_llama_factory_leaves_out_adapters_of_experts_too(tmp_path: Path) -> None:
     files = llama_factory(tmp_path, model_name_or_path="mistralai/Mixtral-8x7B-v0.1")
-    lora = files.merged(_SET).job.model.lora
-    assert lora is not None
-    assert lora.targets == "attention"
-    assert any("lora_target 'all': adapters of experts are not modelled" in line for line in files.warnings)
+    found = files.merged(_SET)
+    assert found.job.model.lora is not None
+    assert found.job.model.lora.targets == "attention"
+    assert any("adapters of experts" in line and "lora_target 'all'" in line for line in found.warnings)
+
+
+@pytest.mark.parametrize(
+    ("base_model", "other", "given"),
+    [
+        ("someone/a-mixtral", "mixtral_config.json", {}),
+        ("mistralai/Mixtral-8x7B-v0.1", "mixtral_config.json", {}),  # the sizes of the file hold
+        ("someone/a-mixtral", None, {"model.preset": "mixtral-8x7b"}),
+        ("someone/a-mixtral", None, {"model.config": str(_FILES / "mixtral_config.json")}),
+    ],
+)
+def test_adapters_of_experts_are_left_out_whoever_gives_the_experts(
+    tmp_path: Path, base_model: str, other: str | None, given: Mapping[str, str]
+) -> None:
+    axolotl(tmp_path, **_LORA, base_model=base_model, gradient_accumulation_steps=1)
+    paths = [str(tmp_path / "axolotl.yaml"), *([str(_FILES / other)] if other else [])]
+    found = ImportedFiles.read(paths).merged({**_SET, **given})
+    assert found.job.model.moe is not None
+    assert found.job.model.lora is not None
+    assert (found.job.model.lora.rank, found.job.model.lora.targets) == (16, "attention")
+    assert sum("adapters of experts are not modelled" in line for line in found.warnings) == 1
+    final = {**_SET, **given, "model.lora.targets": "attention_and_mlp"}
+    with pytest.raises(JobError, match=r"lora.targets: got attention_and_mlp with experts"):
+        ImportedFiles.read(paths).merged(final)
 
 
 @pytest.mark.parametrize("modules", [["q_proj", "v_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"]])
 def test_adapters_of_attention_are_taken_beside_experts(tmp_path: Path, modules: list[str]) -> None:
     files = axolotl(tmp_path, base_model="mistralai/Mixtral-8x7B-v0.1", adapter="lora", lora_r=8,
                     lora_target_modules=modules)  # fmt: skip
-    assert not any("adapters of experts" in line for line in files.warnings)
+    assert not any("adapters of experts" in line for line in files.merged(_SET).warnings)
 
 
 def test_every_linear_is_adapted_beside_modules_that_are_named(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from dataset_builder.job.errors import CannotRunError, JobError
 from dataset_builder.job.importers.model_names import contradictions, parameters_text
 from dataset_builder.job.importers.reading import Rank, Reading, Setting, as_count
+from dataset_builder.job.model import ModelSpec
 from dataset_builder.job.reasons import shown
 from dataset_builder.job.schema import WHOLE_MODEL, TrainingJob, overridden
 
@@ -58,6 +59,7 @@ def merge(readings: Sequence[Reading], source: str, overrides: Mapping[str, Any]
     warnings += _replaced_model(settings, overrides)
     draft = _JobDraft(settings, overrides, reasons + [reason for reading in readings for reason in reading.reasons])
     draft.pad_vocabulary()
+    draft.narrow_adapters()
     draft.derive_cluster()
     draft.reduce_micro_batch()
     draft.derive_batch()
@@ -271,6 +273,23 @@ class _JobDraft:
             note = f"{size} padded to a multiple of {step} x tensor {tensor}"
             self._fill("model.vocab_size", padded, f"{self.origins.get('model.vocab_size')}; {note}")
 
+    def narrow_adapters(self) -> None:
+        """To attention beside experts, whose adapters are not modelled; another file or ``--set`` may give the experts.
+
+        Targets that ``--set`` gives are final.
+        """
+        is_final = any(_is_lora(f"{path}.") and not path.endswith(".rank") for path in self.overrides)
+        for path in ("model.lora.targets", "model.overrides.lora.targets"):
+            if is_final or _value_at(self.data, path) != "attention_and_mlp":
+                continue
+            narrow = overridden(self.data, {path: "attention"})
+            if _has_experts(narrow["model"]):
+                self.data = narrow
+                self.notes.append(
+                    f"{path}: adapters of experts are not modelled; predicted with those of attention alone "
+                    f"({self._origin(path)})"
+                )
+
     def derive_cluster(self) -> None:
         """Nodes from the GPUs in all,
         GPUs from a layout whose data-parallel size is stated; checks one by the other."""
@@ -438,6 +457,14 @@ def _with_lora(data: dict[str, Any], settings: Mapping[str, Setting], overrides:
     given = {path: value for path, value in overrides.items() if path.startswith("model.") and _is_lora(path)}
     kept_on: dict[str, Any] = overridden(data, {**kept, **given})
     return kept_on
+
+
+def _has_experts(model: Mapping[str, Any]) -> bool:
+    """Whether a model is a mixture of experts, however it is given; one that is incomplete is refused elsewhere."""
+    try:
+        return ModelSpec.model_validate(model).moe is not None
+    except ValueError:  # of the sizes, or of a config.json that --set names
+        return False
 
 
 def _value_at(node: Any, path: str) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from dataset_builder.job.importers.model_names import preset_called
 from dataset_builder.job.importers.reading import Draft
-from dataset_builder.job.presets import preset
 from dataset_builder.job.reasons import shown
 
 _OPTIMIZERS = (("muon", "muon"), ("lion", "lion"), ("adafactor", "adafactor"), ("adam", "adamw"), ("sgd", "sgd"))
@@ -67,14 +66,9 @@ def names_mlp(targets: object) -> bool:
 
 
 def state_targets(draft: Draft, wide: Sequence[str], *keys: str) -> None:
-    """``wide``: the keys that adapt feed-forward layers too, which is predicted of a model without experts only."""
-    named = draft.get("model.preset")
-    has_experts = named is not None and "moe" in preset(named)
-    for key in wide if has_experts else ():
-        draft.warn(f"{key} {shown(draft.raw(key))}: adapters of experts are not modelled; predicted with those of "
-                   "attention alone")  # fmt: skip
-    targets = "attention_and_mlp" if wide and not has_experts else "attention"
-    draft.state("model.lora.targets", targets, *keys)
+    """``wide``: the keys that adapt feed-forward layers too; of a model with experts, merging leaves them out."""
+    told = ", ".join(f"{key} {shown(draft.raw(key))}" for key in wide if draft.has(key))
+    draft.state("model.lora.targets", "attention_and_mlp" if wide else "attention", *keys, note=told)
 
 
 def warn_preferences(draft: Draft, key: str, value: str) -> None:
