@@ -167,7 +167,7 @@ def test_deepspeed_in_bf16_without_zero_shards_optimizer_states(
 def test_an_open_zero_stage_is_asked_for_in_bf16_too(tmp_path: Path) -> None:
     content = {**_BF16, "zero_optimization": {"stage": "auto"}, "data_types": {"grad_accum_dtype": "fp32"}}
     files = ImportedFiles.read([str(write(tmp_path / "ds.json", content))])
-    with pytest.raises(JobError, match="parallel.sharding: missing, as ds.json: zero_optimization.stage is 'auto'"):
+    with pytest.raises(JobError, match=r"parallel.sharding: missing, as ds.json: zero_optimization.stage is 'auto'"):
         files.merged({**_RUN, "model.preset": "llama3-8b"})
 
 

@@ -222,15 +222,51 @@ def test_every_linear_is_adapted_beside_modules_that_are_named(tmp_path: Path) -
 
 
 def test_fp8_over_fsdp_gathers_in_fp8_and_reduces_as_fsdp_does(tmp_path: Path) -> None:
-    sharded = llama_factory(tmp_path, finetuning_type="full", fsdp="full_shard", **_FP8)
-    for files, params in ((axolotl(tmp_path, **_FSDP2, **_FP8), "bf16"), (sharded, "fp32")):
-        policy = files.merged(_SET).job.precision
-        assert (policy.preset, policy.param_gather, policy.grad_reduce) == ("fp8_tensorwise", "fp8", "bf16")
-        assert precision(files).params == params
-    plain = llama_factory(tmp_path, finetuning_type="full", fsdp="full_shard", fp8=True)
+    files = axolotl(tmp_path, **_FSDP2, **_FP8)
+    policy = files.merged(_SET).job.precision
+    assert (policy.preset, policy.param_gather, policy.grad_reduce) == ("fp8_tensorwise", "fp8", "bf16")
+    assert precision(files).params == "bf16"
+    plain = axolotl(tmp_path, **_FSDP2, fp8=True)
     assert plain.merged(_SET).job.precision.param_gather == "bf16"
-    unsharded = llama_factory(tmp_path, finetuning_type="full", **_FP8)
-    assert unsharded.merged(_SET).job.precision.param_gather is None
+    unsharded = axolotl(tmp_path, **_FP8)
+    assert precision(unsharded).param_gather == "bf16"
+    off = axolotl(tmp_path, **_FSDP2, **_FP8 | {"fp8": False})
+    assert off.merged(_SET).job.precision.preset == "bf16_mixed"
+    assert not any("fp8" in line for line in off.warnings)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "preset"),
+    [("tensorwise", "fp8_tensorwise"), ("rowwise", "fp8_rowwise"), ("rowwise_with_gw_hp", "fp8_rowwise")],
+)
+def test_axolotl_chooses_the_recipe_of_fp8(tmp_path: Path, recipe: str, preset: str) -> None:
+    files = axolotl(tmp_path, **_FSDP2, fp8=True, fp8_config={"recipe": recipe})
+    assert files.merged(_SET).job.precision.preset == preset
+    assert any("weight gradients are in bf16" in line for line in files.warnings) is recipe.endswith("_hp")
+    with pytest.raises(JobError, match=r"fp8_config.recipe: got 'blockwise'; expected tensorwise, rowwise or"):
+        axolotl(tmp_path, fp8=True, fp8_config={"recipe": "blockwise"}).merged(_SET)
+
+
+@pytest.mark.parametrize(
+    ("backend", "preset", "linear"),
+    [
+        ({}, "fp8_rowwise", "fp8_rowwise"),
+        ({"fp8_backend": "auto"}, "fp8_rowwise", "fp8_rowwise"),
+        ({"fp8_backend": "torchao"}, "fp8_rowwise", "fp8_rowwise"),
+        ({"fp8_backend": "te"}, "fp8_mixed", "fp8_delayed"),
+        ({"fp8_backend": "msamp"}, "fp8_mixed", "fp8_delayed"),
+    ],
+)
+def test_llama_factory_runs_the_recipe_of_its_backend(
+    tmp_path: Path, backend: Mapping[str, str], preset: str, linear: str
+) -> None:
+    files = llama_factory(tmp_path, finetuning_type="full", fsdp="full_shard", **_FP8, **backend)
+    policy = precision(files)
+    assert (policy.preset, policy.linear, policy.param_gather, policy.params) == (preset, linear, "bf16", "fp32")
+    assert any("fp8_enable_fsdp_float8_all_gather is left out" in line for line in files.warnings)
+    assert not any("fp8_backend" in line and "meaning" in line for line in files.warnings)
+    with pytest.raises(JobError, match="fp8_backend: got 'cutlass'; expected one of auto, torchao, te, msamp"):
+        llama_factory(tmp_path, **_FP8, fp8_backend="cutlass").merged(_SET)
 
 
 def test_axolotl_accumulates_to_its_batch_size(tmp_path: Path) -> None:

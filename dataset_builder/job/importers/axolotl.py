@@ -12,9 +12,9 @@ from dataset_builder.job.importers.trainers import (
     loaded_format,
     names_mlp,
     read_amp,
-    read_fp8,
     read_named_model,
     read_optimizer,
+    state_fp8,
     state_targets,
     warn_fused_loss,
     warn_preferences,
@@ -53,7 +53,7 @@ def read(file: ConfigFile) -> Reading:
     _read_recompute(draft)
     _read_adapter(draft)
     _read_weights(draft)
-    read_fp8(draft)
+    _read_fp8(draft)
     _read_software(draft)
     if (method := draft.text("rl")) is not None:
         warn_preferences(draft, "rl", method)
@@ -110,6 +110,22 @@ def _read_weights(draft: Draft) -> None:
         for path in ("params", "grad_accum", "grad_reduce", "optimizer_state"):
             draft.default(f"precision.{path}", low, f"weights are loaded in {low} and trained in it")
         draft.default("precision.main_params", "none", f"weights are loaded in {low} and trained in it")
+
+
+def _read_fp8(draft: Draft) -> None:
+    """torchao's recipe, ``tensorwise`` unless ``fp8_config`` says otherwise.
+
+    From github.com/axolotl-ai-cloud/axolotl, docs/mixed_precision.qmd.
+    """
+    recipe = draft.text("fp8_config.recipe") or "tensorwise"
+    if not draft.flag("fp8"):
+        draft.understood("fp8*")
+    elif recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        state_fp8(draft, "fp8_tensorwise" if recipe == "tensorwise" else "fp8_rowwise", "fp8_config.recipe")
+        if recipe == "rowwise_with_gw_hp":
+            draft.warn(f"fp8_config.recipe {recipe}: weight gradients are in bf16, but are predicted in fp8")
+    else:
+        draft.refuse(f"fp8_config.recipe: got {shown(recipe)}; expected tensorwise, rowwise or rowwise_with_gw_hp")
 
 
 def _read_recompute(draft: Draft) -> None:

@@ -9,13 +9,14 @@ from dataset_builder.job.importers.trainers import (
     default_frozen_weights,
     names_mlp,
     read_amp,
-    read_fp8,
     read_named_model,
     read_optimizer,
+    state_fp8,
     state_targets,
     warn_fused_loss,
     warn_preferences,
 )
+from dataset_builder.job.reasons import shown
 
 NAME, KNOWN_BY = "LLaMA-Factory YAML", "model_name_or_path, finetuning_type, cutoff_len"
 _MARKS = ("model_name_or_path", "finetuning_type", "cutoff_len", "per_device_train_batch_size", "stage", "template",
@@ -52,7 +53,7 @@ def read(file: ConfigFile) -> Reading:
         read_amp(draft, "bf16", "fp16", "tf32")
     _read_sharding(draft)
     _read_adapter(draft)
-    read_fp8(draft)
+    _read_fp8(draft)
     stage = draft.text("stage") or "sft"
     if stage not in ("sft", "pt"):
         warn_preferences(draft, "stage", stage)
@@ -71,6 +72,23 @@ def read(file: ConfigFile) -> Reading:
     draft.framework("llama-factory", is_engine=False)
     draft.understood(*_IGNORED)
     return draft.reading()
+
+
+def _read_fp8(draft: Draft) -> None:
+    """torchao's ``rowwise`` recipe, or Transformer Engine's delayed scaling.
+
+    From github.com/hiyouga/LLaMA-Factory, src/llamafactory/train/fp8_utils.py: ``create_fp8_kwargs``.
+    """
+    backend = (draft.text("fp8_backend") or "auto").lower()  # auto: torchao
+    presets = {"auto": "fp8_rowwise", "torchao": "fp8_rowwise", "te": "fp8_mixed", "msamp": "fp8_mixed"}
+    if not draft.flag("fp8"):
+        draft.understood("fp8*")
+    elif backend in presets:
+        state_fp8(draft, presets[backend], "fp8_backend")
+        if backend == "msamp":
+            draft.warn("fp8_backend msamp: its fp8 weights, gradients and states are not modelled, its linears are")
+    else:
+        draft.refuse(f"fp8_backend: got {shown(backend)}; expected one of {', '.join(presets)}")
 
 
 def _read_sharding(draft: Draft) -> None:

@@ -36,15 +36,16 @@ def read_amp(draft: Draft, bf16: str, fp16: str, tf32: str) -> None:
         draft.default("precision.preset", name, f"{bf16} and {fp16} are off")
 
 
-def read_fp8(draft: Draft) -> None:
+def state_fp8(draft: Draft, preset: str, *keys: str) -> None:
     """fp8 linears over the formats that are read already, which FSDP keeps for everything else."""
-    gathers = draft.flag("fp8_enable_fsdp_float8_all_gather")
-    if not draft.flag("fp8"):
-        return
-    draft.state("precision.preset", "fp8_tensorwise", "fp8")
-    draft.warn_mixed("bf16", "fp8", "fp8_tensorwise")
-    if gathers and draft.get("parallel.sharding") in ("zero2", "zero3", "hsdp"):
-        draft.state("precision.param_gather", "fp8", "fp8_enable_fsdp_float8_all_gather")
+    gather = "fp8_enable_fsdp_float8_all_gather"
+    gathers = draft.flag(gather)
+    draft.state("precision.preset", preset, "fp8", *keys)
+    draft.warn_mixed("bf16", "fp8", preset)
+    if gathers and preset != "fp8_tensorwise":
+        draft.warn(f"{gather} is left out: only torchao's tensorwise recipe gathers weights in fp8")
+    elif gathers and draft.get("parallel.sharding") in ("zero2", "zero3", "hsdp"):
+        draft.state("precision.param_gather", "fp8", gather)
 
 
 def loaded_format(draft: Draft) -> str | None:
