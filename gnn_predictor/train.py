@@ -47,7 +47,7 @@ import pandas as pd
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from torch import Tensor
 
 from dataset_builder.corpus.build import load_corpus, open_corpus
@@ -113,6 +113,13 @@ class ProtocolSettings(BaseModel):
     members: int = Field(default=1, ge=1)
     b3: bool = False
     ablations: bool = False
+
+    @field_validator("names")
+    @classmethod
+    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if not set(names) <= set(NAMES):
+            raise ValueError(f"expected each one of {', '.join(NAMES)}")
+        return names
 
 
 class CorpusSettings(BaseModel):
@@ -375,7 +382,8 @@ def main(configuration: DictConfig) -> float | None:
     except ValidationError as error:
         for problem in error.errors():
             where = ".".join(map(str, problem["loc"]))
-            print(f"train: {where}: got {problem['input']!r}; {problem['msg']}", file=sys.stderr)
+            wanted = problem["msg"].removeprefix("Value error, ")
+            print(f"train: {where}: got {problem['input']!r}; {wanted}", file=sys.stderr)
         sys.exit(2)
     if _launched_rank() is not None and HydraConfig.get().mode == RunMode.MULTIRUN:
         print(

@@ -83,6 +83,11 @@ def test_a_misspelt_key_or_name_is_answered_with_the_nearest(setting: str, neare
     [
         ("gnn_predictor.train", "fit.epoch=3", "train: fit.epoch: unknown key (did you mean fit.epochs?)"),
         ("gnn_predictor.train", "output_dir=3", "train: output_dir: unknown key (did you mean output?)"),
+        (
+            "gnn_predictor.train",
+            "protocols.names=[P1,P9]",
+            "train: protocols.names: got ['P1', 'P9']; expected each one of P1, P2, P3, P4, P5",
+        ),
         ("gnn_predictor.train", "experiment=p9", "train: In 'train': Could not find 'experiment/p9' Available options"),
         ("gnn_predictor.sweep", "prts=2", "sweep: prts: unknown key (did you mean parts, part?)"),
         ("gnn_predictor.evaluate", "run=runs.csv", "evaluate: run: unknown key (did you mean runs?)"),
