@@ -53,7 +53,10 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What ``infer`` answers. ``job`` is the resolved job, its defaults filled in."""
+    """What ``infer`` answers. ``job`` is the resolved job, its defaults filled in.
+
+    ``raised_by``: how many times the estimate every second of it is, where that was below the physical floor.
+    """
 
     job: TrainingJob
     num_microbatches: int
@@ -70,6 +73,7 @@ class Prediction:
     warnings: tuple[str, ...]
     provenance: Mapping[str, Any]
     floor: PhysicalFloor
+    raised_by: float = 1.0
 
     @property
     def tokens_per_iteration(self) -> int:
@@ -314,6 +318,7 @@ class _Estimate:
     detail: StepDetail
     parts: Breakdown
     warnings: tuple[str, ...] = ()
+    raised_by: float = 1.0
 
     @property
     def iteration_time_s(self) -> float:
@@ -331,7 +336,7 @@ class _Estimate:
         factor = floor.seconds / seconds
         detail = replace(self.detail, times=self.detail.times.scaled(factor))
         warning = f"raised to the physical floor from {seconds:.4g} s: {floor.arithmetic}"
-        return _Estimate(detail, self.parts.scaled(factor), (warning,))
+        return _Estimate(detail, self.parts.scaled(factor), (warning,), factor)
 
 
 def _estimates(traced: Sequence[_TracedJob], checkpoint: Checkpoint) -> list[_Estimate]:
@@ -409,6 +414,7 @@ def _prediction(traced: _TracedJob, estimate: _Estimate, distance: float | None,
             **calibration.provenance,
         },
         floor=traced.floor,
+        raised_by=estimate.raised_by,
     )
 
 

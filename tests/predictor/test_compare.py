@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gnn_predictor.compare import PARTS, compare, parts, paying_speedup, read_choices, read_variants, reasons
+from gnn_predictor.compare import (
+    PARTS,
+    Comparison,
+    compare,
+    parts,
+    paying_speedup,
+    read_choices,
+    read_variants,
+    reasons,
+)
 from gnn_predictor.critical_path import Breakdown
 
 _ROOT = Path(__file__).parents[2]
@@ -200,6 +210,29 @@ def test_what_grew_or_is_new_is_said() -> None:
     narrow = _breakdown(gemm=30, communication=30, other=0, dtype="fp8_e4m3")
     assert reasons(narrow, _breakdown(other=0), 2.0) == ["exposed communication 50% (+50%)"]
     assert reasons(narrow, _breakdown(other=0, communication=0), 2.0) == ["exposed communication 50% (new)"]
+
+
+@pytest.mark.parametrize(
+    ("gemm", "why"),
+    [(54.0, ["exposed communication 21% unchanged", "memory-bound kernels 21% unchanged"]), (10.0, [])],
+)
+def test_a_floor_that_scales_every_part_is_a_reason_of_its_own(
+    job: Path, untrained: Path, gemm: float, why: list[str]
+) -> None:
+    """The second estimate pays, and only the floor keeps it from doing so."""
+    variants = read_variants(str(job), {}, {"precision": ["bf16_mixed", "fp8_mixed"]})
+    wide, narrow = compare(variants, checkpoint=str(untrained)).variants
+    assert wide.prediction
+    assert narrow.prediction
+    before, now = _breakdown(), _breakdown(gemm=gemm, dtype="fp8_e4m3")
+    factor = 99.64 / sum(parts(now).values())
+    raised = replace(narrow.prediction, iteration_time_s=99.64, breakdown=now.scaled(factor), raised_by=factor)
+    estimated = replace(wide.prediction, iteration_time_s=100.0, breakdown=before)
+    comparison = Comparison((replace(wide, outcome=estimated), replace(narrow, outcome=raised)))
+    (explanation,) = comparison.explanations
+    told = explanation.text.rpartition("(GEMM peak 2.0x): ")[2].split(", ")
+    assert told[-1] == f"all of it raised to the physical floor of its {raised.floor.bound} ({factor - 1:+.0%})"
+    assert [reason for reason in told[:-1] if not reason.startswith("GEMMs")] == why
 
 
 _SECONDS = st.floats(0.01, 100)

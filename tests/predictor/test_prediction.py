@@ -154,11 +154,14 @@ def test_nothing_is_predicted_below_the_physical_floor(job_of: Any, untrained: P
     assert prediction.iteration_time_s == pytest.approx(prediction.floor.seconds, rel=1e-6)
     assert prediction.iteration_time_low_s == pytest.approx(prediction.floor.seconds, rel=1e-6)
     assert any("physical floor" in warning for warning in prediction.warnings)
+    assert f"from {prediction.iteration_time_s / prediction.raised_by:.4g} s" in " ".join(prediction.warnings)
     parts = [*prediction.breakdown.by_kind.values(), *prediction.breakdown.exposed_communication.values()]
     assert math.fsum(parts) == pytest.approx(prediction.iteration_time_s)
     for stage in prediction.stages:
         assert stage.total_s + stage.bubble_s == pytest.approx(prediction.iteration_time_s, rel=1e-4)
-    assert not any("floor" in warning for warning in predict(job, checkpoint=untrained).warnings)
+    usual = predict(job, checkpoint=untrained)
+    assert usual.raised_by == 1
+    assert not any("floor" in warning for warning in usual.warnings)
 
 
 def _fastest(name: str, tensor: torch.Tensor) -> torch.Tensor:
