@@ -86,7 +86,7 @@ def test_c40_without_sharding_the_optimizer_takes_what_the_planner_counts(jobs: 
 @pytest.mark.parametrize(
     ("changes", "gigabytes"),
     [
-        pytest.param({}, 71.5, id="bf16", marks=pytest.mark.xfail(strict=True, reason="15.2% low")),
+        pytest.param({}, 71.5, id="bf16", marks=pytest.mark.xfail(strict=True, reason="19% low")),
         pytest.param(_TENSORWISE, 55.3, id="float8"),
     ],
 )
@@ -105,7 +105,7 @@ def test_c15_memory_falls_with_float8(jobs: Path, released: Checkpoint) -> None:
     assert wide - narrow == pytest.approx(16.2e9, rel=_WITHIN)
 
 
-@pytest.mark.xfail(strict=True, reason="76% high: 20 GB of activations are saved")
+@pytest.mark.xfail(strict=True, reason="77% high: 20 GB of activations are saved")
 def test_c13_llama3_8b_without_recomputation(jobs: Path, released: Checkpoint) -> None:
     """pytorch/torchtitan#778: 28.07 GB in every variant, eager or compiled, bf16 or float8.
 
